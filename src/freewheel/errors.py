@@ -1,0 +1,126 @@
+"""Every error that Freewheel raises, in one tree, with the exit code of each that can end a run.
+
+::
+
+    FreewheelError                      exit code 1
+    ├── ConfigError                     2   bad input, found before any process starts
+    ├── StartupError                    3   a worker could not be placed or did not come up
+    ├── StalledError                    4   a stage made no progress within its limit
+    ├── LostError                       5   a worker died and could not be replaced
+    │   ├── ReplicaLostError
+    │   ├── RolloutWorkerLostError
+    │   └── TrainerLostError
+    ├── TrainingDivergedError           6   loss or gradient is not finite
+    ├── CheckpointError                 7   a checkpoint could not be written or read
+    ├── InvariantError                  8   our own bug: the books do not add up
+    ├── DataError                       9   the data cannot be read, or no usable prompt is left
+    ├── LoopEndedError                 10   a loop of the controller ended before the run did
+    └── RolloutError                    -   one rollout failed: data, never the end of a run
+
+130 and 143 are the shell's codes for SIGINT and SIGTERM.
+"""
+
+from enum import StrEnum
+from typing import ClassVar
+
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class FailureClass(StrEnum):
+    """Why a rollout failed. Classes are kept apart: each has its own bound on retries."""
+
+    TIMEOUT = "timeout"
+    ENVIRONMENT = "environment"
+    REWARD = "reward"
+    OVER_LONG_PROMPT = "over_long_prompt"
+    BAD_PROMPT = "bad_prompt"
+    ENGINE = "engine"
+    LOST_WORKER = "lost_worker"
+    LOST_REPLICA = "lost_replica"
+    WRONG_VERSION = "wrong_version"
+
+
+class FreewheelError(Exception):
+    """Base of all errors that Freewheel raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(FreewheelError):
+    """A configuration, an argument or an input file is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class StartupError(FreewheelError):
+    """A worker could not be placed or did not come up within `health.startup_timeout_s`."""
+
+    exit_code = 3
+
+
+class StalledError(FreewheelError):
+    """A stage made no progress within its limit."""
+
+    exit_code = 4
+
+
+class LostError(FreewheelError):
+    """A worker process is gone, or no longer answers."""
+
+    exit_code = 5
+
+
+class ReplicaLostError(LostError):
+    """An inference replica is gone; its leases are run again elsewhere."""
+
+
+class RolloutWorkerLostError(LostError):
+    """A rollout worker is gone; its groups are run again elsewhere."""
+
+
+class TrainerLostError(LostError):
+    """The trainer is gone."""
+
+
+class TrainingDivergedError(FreewheelError):
+    """The loss or the gradient is not finite."""
+
+    exit_code = 6
+
+
+class CheckpointError(FreewheelError):
+    """A checkpoint could not be written, verified or read."""
+
+    exit_code = 7
+
+
+class InvariantError(FreewheelError):
+    """The books do not add up. Always a bug of Freewheel."""
+
+    exit_code = 8
+
+
+class DataError(FreewheelError):
+    """The data cannot be read, or holds no usable prompt."""
+
+    exit_code = 9
+
+
+class LoopEndedError(FreewheelError):
+    """A loop of the controller returned before shutdown began."""
+
+    exit_code = 10
+
+
+class RolloutError(FreewheelError):
+    """One rollout failed. It is recorded with its class and never ends the run.
+
+    Args:
+        failure: the class of the failure.
+        message: what happened, with ids and values.
+    """
+
+    def __init__(self, failure: FailureClass, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure

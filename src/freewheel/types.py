@@ -1,0 +1,223 @@
+"""The messages that roles pass to each other. All frozen; whoever builds one never changes it again.
+
+Vocabulary: a prompt gives a *group* of `rollout.n` *rollouts* (samples); each rollout that finishes
+gives a *trajectory* (its token record); trajectories of whole groups make a *batch*. A *policy
+version* is an int: 0 for the initial weights, one more with each publication. A `Ref` names bulk
+data that lives between workers; the control plane passes it on and never looks inside.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from freewheel.errors import FailureClass
+
+Ref: TypeAlias = Any
+"""Opaque reference to bulk data (Ray object reference; the data itself under simulation)."""
+
+VersionSpans: TypeAlias = tuple[tuple[int, int], ...]
+"""(policy version, number of response tokens sampled under it), in order of sampling."""
+
+
+class Purpose(StrEnum):
+    """What a lease on a replica is for."""
+
+    TRAINING = "training"
+    VALIDATION = "validation"
+
+
+class Split(StrEnum):
+    """Which prompts: those to train on, or the held-out ones."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample a response.
+
+    `temperature=0` is greedy. `top_p=1`, `top_k=0` (or -1) and `min_p=0` switch the filters off.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptInfo:
+    """What the control plane knows of a prompt: never its text.
+
+    `failure` is set when the prompt cannot be used (over-long, malformed); `message` says why.
+    """
+
+    prompt_index: int
+    num_prompt_tokens: int
+    failure: FailureClass | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetInfo:
+    """Size and identity of one split. `fingerprint` changes when its content does."""
+
+    num_prompts: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One attempt at one sample of a group. A retry has the same `sample_id`, another `attempt`."""
+
+    sample_id: str
+    attempt: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """Run these members of a group on one replica.
+
+    `request_id` is unique for each request of a run, so that a late answer can be told from a
+    current one. `timeout_s` bounds each member; members past it are returned as failed (timeout).
+    """
+
+    request_id: str
+    group_id: int
+    split: Split
+    purpose: Purpose
+    prompt_index: int
+    members: tuple[Member, ...]
+    sampling: SamplingParams
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOutcome:
+    """What became of one member: everything but its tokens.
+
+    A finished rollout has `failure is None` and a `reward`. `answer` is the extracted answer, used
+    for majority@n. Times are seconds spent.
+    """
+
+    sample_id: str
+    attempt: int
+    failure: FailureClass | None = None
+    message: str = ""
+    reward: float | None = None
+    answer: str | None = None
+    num_prompt_tokens: int = 0
+    num_response_tokens: int = 0
+    version_spans: VersionSpans = ()
+    finish_reason: str = ""
+    gen_s: float = 0.0
+    reward_s: float = 0.0
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version that sampled a token of it. Raises ValueError if it has no token."""
+        return min(version for version, _ in self.version_spans)
+
+    @property
+    def max_version(self) -> int:
+        """Newest version that sampled a token of it. Raises ValueError if it has no token."""
+        return max(version for version, _ in self.version_spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """Outcomes of all members of a request, and a reference to the finished ones' trajectories.
+
+    `payload` refers to a `list[Trajectory]`, in the order of the finished outcomes; it is None for
+    validation, whose tokens nobody reads again.
+    """
+
+    request_id: str
+    outcomes: tuple[RolloutOutcome, ...]
+    payload: Ref | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """Token record of one finished rollout; T = prompt and response tokens together.
+
+    Attributes:
+        sample_id: id of the sample.
+        group_id: id of its group; advantages are relative to the group.
+        reward: scalar reward of the whole rollout.
+        token_ids: int32 (T,), prompt then response.
+        loss_mask: bool (T,), true where the policy sampled the token.
+        rollout_logprobs: float32 (T,), log-probability of each sampled token under the
+            distribution it was sampled from; 0 where `loss_mask` is false.
+        versions: int32 (T,), policy version that sampled each token; -1 where `loss_mask` is false.
+    """
+
+    sample_id: str
+    group_id: int
+    reward: float
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    rollout_logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """One published policy version. `ref` refers to what replicas load."""
+
+    version: int
+    num_bytes: int
+    ref: Ref
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """One trainer step. `payloads` are references to `list[Trajectory]`, whole groups each.
+
+    The groups are split, in order, into mini-batches of `mini_batch_groups` groups, one optimizer
+    step each.
+    """
+
+    step: int
+    policy_version: int
+    payloads: tuple[Ref, ...]
+    mini_batch_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """Metrics of one trainer step by their names, and how long it took."""
+
+    step: int
+    metrics: dict[str, float]
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerInfo:
+    """What the trainer says when it is up. `step` is the last step its weights have seen."""
+
+    step: int
+    num_parameters: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """A replica's own counters since its start."""
+
+    version: int
+    num_running: int
+    num_waiting: int
+    num_generated_tokens: int
+    num_prompt_tokens: int = 0
+    extra: dict[str, float] = field(default_factory=dict[str, float])
