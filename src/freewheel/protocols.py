@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from freewheel.types import (
     DatasetInfo,
+    Generation,
+    GenerationRequest,
     GroupRequest,
     GroupResult,
     PromptInfo,
@@ -52,6 +54,25 @@ class Replica(Protocol):
 
     def kill(self) -> None:
         """End the process at once. Idempotent; never waits."""
+        ...
+
+
+class Generator(Protocol):
+    """What a rollout worker sees of a replica."""
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], *, timeout_s: float
+    ) -> list[Generation]:
+        """Sample a response for each request, in order; at the limit what there is comes back.
+
+        Raises:
+            RolloutError: the engine refused a request (class `over_long_prompt`) or failed.
+            ReplicaLostError: the replica's process is gone.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; each comes back with what it has. Unknown ids are ignored."""
         ...
 
 

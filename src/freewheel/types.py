@@ -171,6 +171,35 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Continue these tokens. `request_id` is unique while the request is in the engine."""
+
+    request_id: str
+    prompt_token_ids: npt.NDArray[np.int32]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine sampled for one request; T = tokens sampled, the end token included.
+
+    Attributes:
+        request_id: the request's.
+        token_ids: int32 (T,).
+        logprobs: float32 (T,), of each token under the distribution it was sampled from (after
+            temperature and filters).
+        versions: int32 (T,), policy version that sampled each token.
+        finish_reason: `stop` (end token or stop string), `length`, `abort`, `timeout`.
+    """
+
+    request_id: str
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """One published policy version. `ref` refers to what replicas load."""
 
