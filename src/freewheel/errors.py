@@ -39,6 +39,7 @@ class FailureClass(StrEnum):
     LOST_WORKER = "lost_worker"
     LOST_REPLICA = "lost_replica"
     WRONG_VERSION = "wrong_version"
+    GROUP = "group"
 
 
 class FreewheelError(Exception):
