@@ -85,6 +85,7 @@ class Ledger:
         self.next_group_id = 0
         self.num_trained_groups = 0
         self.failed_in_a_row = 0
+        self.filtered_in_a_row = 0
         self.dropped_in_a_row = 0
         self._group_size = group_size
         self._max_prompt_failures = max_prompt_failures
@@ -105,6 +106,7 @@ class Ledger:
         """Open the next group."""
         group = self._make_group(epoch, prompt, start_version)
         self.open[group.group_id] = group
+        self.dropped_in_a_row = 0
         self.changed.notify()
         return group
 
@@ -181,7 +183,7 @@ class Ledger:
         """The group is complete and waits for the trainer."""
         group.ready = True
         group.ended_s = self._now_s()
-        self.failed_in_a_row = self.dropped_in_a_row = 0
+        self.failed_in_a_row = self.filtered_in_a_row = 0
         self.changed.notify()
 
     # -- closing ------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ class Ledger:
             fate = Fate.FILTERED if outcome.failure is None else Fate.FAILED
             self._close_sample(group, outcome, fate)
         self.failed_in_a_row = 0
-        self.dropped_in_a_row += 1
+        self.filtered_in_a_row += 1
         self.changed.notify()
 
     def fail(self, group: Group) -> None:
@@ -230,9 +232,9 @@ class Ledger:
         failure = outcome.failure
         if fate is Fate.FAILED and failure is None:
             failure = FailureClass.GROUP
-        self._fates[fate] += 1
+        self._fates[fate.value] += 1
         if failure is not None:
-            self._failures[failure] += 1
+            self._failures[failure.value] += 1
         self._recorder.sample(
             {
                 "sample_id": outcome.sample_id,
@@ -271,7 +273,7 @@ class Ledger:
         """Samples by fate, as `summary.json` gives them."""
         return {
             "issued": self._issued,
-            **{fate.value: self._fates[fate] for fate in Fate},
+            **{fate.value: self._fates[fate.value] for fate in Fate},
             "open": len(self.open) * self._group_size,
         }
 

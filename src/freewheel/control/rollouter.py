@@ -226,7 +226,7 @@ class Rollouter:
             self._check_failed(group)
         elif self._config.algorithm.filter_groups and _all_equal(finished):
             self._ledger.filter(group)
-            self._check_dropped()
+            self._check_filtered()
         else:
             self._ledger.make_ready(group)
 
@@ -239,13 +239,20 @@ class Rollouter:
                 f"class: {self._ledger.failures()}; the last one: {last and last.message}"
             )
 
+    def _check_filtered(self) -> None:
+        limit = max(self._feed.num_prompts, self._config.health.max_failed_groups_in_a_row)
+        if self._ledger.filtered_in_a_row >= limit:
+            raise DataError(
+                f"{limit} groups in a row were filtered: all rollouts of a prompt get the same "
+                "reward, there is nothing to learn from (algorithm.filter_groups)"
+            )
+
     def _check_dropped(self) -> None:
         if self._ledger.dropped_in_a_row >= max(self._feed.num_prompts, 1):
             raise DataError(
-                f"none of the last {self._ledger.dropped_in_a_row} prompts could be trained on: "
-                f"{self._ledger.counts()}, by class {self._ledger.failures()}; an over-long prompt "
-                f"has more than rollout.max_prompt_length="
-                f"{self._config.rollout.max_prompt_length} tokens"
+                f"none of the {self._feed.num_prompts} prompts can be used: "
+                f"{self._ledger.failures()}; an over-long prompt has more than "
+                f"rollout.max_prompt_length={self._config.rollout.max_prompt_length} tokens"
             )
 
     def _seed(self, sample_id: str, attempt: int) -> int:

@@ -31,6 +31,10 @@ class StalenessBound:
         for old in [v for v in self._published if v < version - self.max_staleness - 1]:
             del self._published[old]
 
+    def knows(self, version: int) -> bool:
+        """True if the version's publication is recorded."""
+        return version in self._published
+
     def required_version(self, *, num_trained: int, num_open: int) -> int | None:
         """Oldest version under which one more group may start; None if it must wait."""
         position = num_trained + num_open

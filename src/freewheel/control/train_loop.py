@@ -51,6 +51,7 @@ class TrainState:
     step: int = 0
     version: int = 0
     steps_since_publish: int = 0
+    validation_requested_at: int = -1
     wait_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("samples", "validation", "checkpoint", "sync"), 0.0)
     )
@@ -91,7 +92,6 @@ class TrainLoop:
         self._waits = waits
         self._recorder = recorder
         self._cut_step = -1
-        self._requested_step = -1
         self._step_began_s = 0.0
         self._timing_s: dict[str, float] = {}
 
@@ -101,16 +101,24 @@ class TrainLoop:
         """Publish the weights that the first rollouts need; validate before training if asked."""
         self._step_began_s = self._now_s()
         if resumed:
-            self._cut_step = self.state.step
-            self._request_validation()
-            if self._publication_due():
-                await self._publish(self.state.version + 1)
-            else:
-                await self._publish(self.state.version, restored=True)
+            await self._begin_again()
             return
         await self._publish(0)
         if self._config.data.val_files and self._config.trainer.val_before_train:
+            self.state.validation_requested_at = 0
             self._validations.request(step=0, version=0)
+
+    async def _begin_again(self) -> None:
+        """Do what was still to be done after the step of the cut."""
+        self._cut_step = self.state.step
+        if self.state.validation_requested_at < self.state.step:
+            self._request_validation()
+        if self._publication_due():
+            await self._publish(self.state.version + 1)
+        elif self.state.steps_since_publish == 0:
+            await self._publish(self.state.version)
+        else:
+            await self._publish(self.state.version, restored=True)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -135,8 +143,8 @@ class TrainLoop:
         if self.state.steps_since_publish > 0:
             await self._publish(self.state.version + 1)
         wanted = self._config.data.val_files and self._config.trainer.val_at_end
-        if wanted and self._requested_step != self.state.step:
-            self._requested_step = self.state.step
+        if wanted and self.state.validation_requested_at < self.state.step:
+            self.state.validation_requested_at = self.state.step
             self._validations.request(step=self.state.step, version=self.state.version)
 
     def stop(self) -> None:
@@ -248,7 +256,7 @@ class TrainLoop:
             return
         at_end = self._config.trainer.val_at_end and self._is_last()
         if self._is_due(self._config.trainer.test_freq) or at_end:
-            self._requested_step = self.state.step
+            self.state.validation_requested_at = self.state.step
             version = self.state.version + int(self._publication_due())
             self._validations.request(step=self.state.step, version=version)
 
@@ -285,6 +293,7 @@ class TrainLoop:
         if not restored:
             self.state.version = version
             self.state.steps_since_publish = 0
+        if not self._staleness.knows(version):
             self._staleness.publish(version, num_trained=self._ledger.num_trained_groups)
         self._store.add(weights)
         self._pool.published(version)

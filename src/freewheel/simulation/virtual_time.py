@@ -86,39 +86,50 @@ def run_virtual(main: Callable[[], Coroutine[Any, Any, T]], *, debug: bool = Fal
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop, debug=debug) as runner:
         loop = runner.get_loop()
-        with _blocking_calls_refused(loop):
-            return runner.run(main())
+        with _blocking_calls_refused(loop) as refused:
+            try:
+                return runner.run(main())
+            finally:
+                # Raised again from here: the code under test may have wrapped or swallowed it.
+                if refused:
+                    raise refused[0] from None
 
 
 @contextmanager
-def _blocking_calls_refused(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+def _blocking_calls_refused(
+    loop: asyncio.AbstractEventLoop,
+) -> Iterator[list[BlockedLoopError]]:
     """Refuse to sleep, or to wait for another thread, on this thread while the loop runs.
 
     `concurrent.futures.Future.result`, `queue.Queue.get` and `threading.Event.wait` all end in
-    `threading.Condition.wait`.
+    `threading.Condition.wait`. Yields the list of what was refused.
     """
     thread = threading.get_ident()
     sleep, wait = time.sleep, threading.Condition.wait
+    refused: list[BlockedLoopError] = []
 
     def refuse(call: str) -> None:
         if threading.get_ident() == thread and loop.is_running():
-            raise BlockedLoopError(
+            error = BlockedLoopError(
                 f"{call} blocks the event loop, called from {_caller()}\n" + describe_tasks(loop)
             )
+            refused.append(error)
+            raise error
 
     def guarded_sleep(seconds: float) -> None:
         refuse(f"time.sleep({seconds:g})")
         sleep(seconds)
 
     def guarded_wait(self: threading.Condition, timeout: float | None = None) -> bool:
-        refuse("a wait for another thread")
+        if sys._getframe(2).f_code is not threading.Thread.start.__code__:
+            refuse("a wait for another thread")
         return wait(self, timeout)
 
     with (
         mock.patch("time.sleep", guarded_sleep),
         mock.patch.object(threading.Condition, "wait", guarded_wait),
     ):
-        yield
+        yield refused
 
 
 def _caller() -> str:
