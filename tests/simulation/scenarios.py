@@ -175,7 +175,10 @@ def check_staleness(config: Config, run: SimRun) -> None:
         assert versions == sorted(versions)
         assert version - versions[0] <= config.async_training.staleness_bound
         assert versions[-1] <= version
-        if config.async_training.staleness_threshold == 0 and not config.async_training.max_staleness:
+        if (
+            config.async_training.staleness_threshold == 0
+            and not config.async_training.max_staleness
+        ):
             assert set(versions) == {version}
         if not config.async_training.partial_rollout:
             assert len(versions) == 1

@@ -5,7 +5,7 @@ code. The same controller runs over Ray processes and, on a virtual clock, over 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,7 @@ class Controller:
                 self._ending = True
                 for task in tasks:
                     task.cancel()
-        except* Exception as errors:
+        except* Exception as errors:  # noqa: BLE001 - kept as the cause that ends the run
             if self._cause is None:
                 self._cause = _first_leaf(errors)
 
@@ -260,7 +260,7 @@ class Controller:
         try:
             await loop
             if not (may_end or name == "train" or self._ending):
-                raise LoopEndedError(f"loop {name} ended before the run did")
+                self._refuse_end(name)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -268,6 +268,10 @@ class Controller:
                 self._cause = _first_leaf(error)
                 self._recorder.event("loop_failed", loop=name, error=repr(self._cause))
             raise
+
+    @staticmethod
+    def _refuse_end(name: str) -> None:
+        raise LoopEndedError(f"loop {name} ended before the run did")
 
     async def _train(self, root: asyncio.TaskGroup, tasks: list[asyncio.Task[None]]) -> None:
         await self._start_trainer()
@@ -388,9 +392,7 @@ class Controller:
             "checkpoints": self.checkpointer.saved_steps,
             "restarts": self.restarts.count,
         }
-        return RunEnd(
-            status=status, exit_code=exit_code, cause=cause, summary=summary, error=error
-        )
+        return RunEnd(status=status, exit_code=exit_code, cause=cause, summary=summary, error=error)
 
 
 def structure(config: Config) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Prompts in their order: looked up, tokenized ahead by a rollout worker, handed to the rollouter.
+"""Prompts in their order, tokenized ahead by a rollout worker, handed to the rollouter.
 
-The cursor is a plain number: the place of a prompt in the endless sequence of shuffled epochs. It is
-the id of the prompt's group, too, so that a resumed run goes on at `ledger.next_group_id`.
+The cursor is a plain number: the place of a prompt in the endless sequence of shuffled epochs. It
+is the id of the prompt's group, too, so that a resumed run goes on at `ledger.next_group_id`.
 """
 
 import asyncio

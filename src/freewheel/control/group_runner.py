@@ -84,9 +84,7 @@ class GroupRunner:
     def _notice_lost_replica(self, lease: Lease, result: GroupResult) -> None:
         lost = [o for o in result.outcomes if o.failure is FailureClass.LOST_REPLICA]
         if lost and self._pool.down(lease.replica_id, lease.incarnation):
-            self._recorder.event(
-                "replica_lost", replica=lease.replica_id, reason=lost[0].message
-            )
+            self._recorder.event("replica_lost", replica=lease.replica_id, reason=lost[0].message)
 
 
 def _all_failed(request: GroupRequest, failure: FailureClass, message: str) -> GroupResult:

@@ -325,7 +325,7 @@ class Ledger:
 
 
 def _group_state(group: Group) -> dict[str, Any]:
-    state = {
+    state: dict[str, Any] = {
         "group_id": group.group_id,
         "epoch": group.epoch,
         "prompt_index": group.prompt_index,
@@ -352,4 +352,5 @@ def _restore_group(row: dict[str, Any]) -> Group:
 def _restore_outcome(row: dict[str, Any]) -> RolloutOutcome:
     spans = tuple((int(version), int(tokens)) for version, tokens in row["version_spans"])
     failure = None if row["failure"] is None else FailureClass(row["failure"])
-    return RolloutOutcome(**{**row, "version_spans": spans, "failure": failure})
+    fields: dict[str, Any] = {**row, "version_spans": spans, "failure": failure}
+    return RolloutOutcome(**fields)

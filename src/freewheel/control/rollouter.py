@@ -90,7 +90,9 @@ class Admission:
         required = self.required_version()
         if required is None:
             return f"training: {len(self._ledger.open)} groups open, the staleness bound"
-        return f"a replica with version {required} or newer and a free slot; {self._pool.describe()}"
+        return (
+            f"a replica with version {required} or newer and a free slot; {self._pool.describe()}"
+        )
 
 
 class Rollouter:

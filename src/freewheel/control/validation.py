@@ -5,7 +5,6 @@
 recorded. The version to score is held in the weight store from the request on.
 """
 
-import asyncio
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any

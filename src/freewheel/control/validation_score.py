@@ -1,4 +1,4 @@
-"""What a validation says: score over the completed trials, bounds, interval, mean / pass / majority.
+"""What a validation says: score over the completed trials, bounds, interval, mean, pass, majority.
 
 Pure functions over the trials' outcomes. A trial that timed out or failed is never counted as a
 zero: it is missing, and the bounds say what the score would be if all the missing ones were wrong,

@@ -104,7 +104,7 @@ class Signal:
         return found
 
 
-class ChannelClosed(Exception):  # noqa: N818 - it is an end, not an error
+class ChannelClosed(Exception):
     """The channel has been closed and is empty."""
 
 

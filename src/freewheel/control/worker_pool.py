@@ -56,16 +56,20 @@ class WorkerPool:
             worker = self._backend.rollout_worker(worker_id)
             try:
                 self._check_datasets(worker_id, await self._start(worker))
-                slot.worker = worker
-                self._recorder.event("rollout_worker_up", worker=worker_id)
-                self.changed.notify()
-                await self.changed.until(lambda w=worker: None if slot.worker is w else True)
-                raise RolloutWorkerLostError(f"rollout worker {worker_id} was reported lost")
+                await self._serve_until_lost(slot, worker)
             except RolloutWorkerLostError as lost:
                 slot.worker = None
                 self._restarts.spend(f"rollout-worker-{worker_id}", lost)
             finally:
                 worker.kill()
+
+    async def _serve_until_lost(self, slot: WorkerSlot, worker: RolloutWorker) -> None:
+        slot.worker = worker
+        slot.num_calls = 0
+        self._recorder.event("rollout_worker_up", worker=slot.worker_id)
+        self.changed.notify()
+        await self.changed.until(lambda: None if slot.worker is worker else True)
+        raise RolloutWorkerLostError(f"rollout worker {slot.worker_id} was reported lost")
 
     async def _start(self, worker: RolloutWorker) -> dict[Split, DatasetInfo]:
         limit_s, name = self._health.startup_timeout_s, f"rollout-worker-{worker.worker_id}"
@@ -90,12 +94,11 @@ class WorkerPool:
             )
 
     def report_lost(self, worker: RolloutWorker, reason: str) -> None:
-        """Take a worker out of service; its loop kills and replaces it. Late reports are ignored."""
+        """Take a worker out of service; its loop replaces it. Late reports are ignored."""
         slot = self.slots[worker.worker_id]
         if slot.worker is worker:
             self._recorder.event("rollout_worker_lost", worker=worker.worker_id, reason=reason)
             slot.worker = None
-            slot.num_calls = 0
             self.changed.notify()
 
     def _least_loaded(self) -> RolloutWorker | None:

@@ -1,8 +1,8 @@
 """Fake replicas, rollout workers and trainer on the virtual clock.
 
 They keep the promises of `freewheel.protocols`: tokens carry the version that was active when they
-were sampled, a dead process raises the matching error, cancelling a call ends it. The fake trainer's
-"weights" are a digest of everything it was trained on, in order.
+were sampled, a dead process raises the matching error, cancelling a call ends it. The fake
+trainer's "weights" are a digest of everything it was trained on, in order.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class FakeBackend:
 
     def rng(self, *parts: int | str) -> random.Random:
         """A generator of random numbers of its own for each use, so that order does not matter."""
-        return random.Random(derive_seed(self.settings.seed, *parts))  # noqa: S311 - a simulation
+        return random.Random(derive_seed(self.settings.seed, *parts))
 
     def jittered(self, seconds: float, *parts: int | str) -> float:
         """A duration with the settings' relative jitter."""

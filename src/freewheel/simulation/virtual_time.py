@@ -6,16 +6,19 @@ A call that would block the loop's thread is refused at once, with the frame tha
 """
 
 import asyncio
+import inspect
 import selectors
-import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 T = TypeVar("T")
 
@@ -56,13 +59,15 @@ class _VirtualSelector(selectors.BaseSelector):
         self._loop = loop
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+    def register(
+        self, fileobj: "FileDescriptorLike", events: int, data: object = None
+    ) -> selectors.SelectorKey:
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         key = selectors.SelectorKey(fileobj, fd, events, data)
         self._keys[fileobj] = key
         return key
 
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+    def unregister(self, fileobj: "FileDescriptorLike") -> selectors.SelectorKey:
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -105,7 +110,7 @@ def _blocking_calls_refused(
     `threading.Condition.wait`. Yields the list of what was refused.
     """
     thread = threading.get_ident()
-    sleep, wait = time.sleep, threading.Condition.wait
+    sleep, wait = time.sleep, threading.Condition.wait  # noqa: TID251 - to guard it
     refused: list[BlockedLoopError] = []
 
     def refuse(call: str) -> None:
@@ -121,7 +126,9 @@ def _blocking_calls_refused(
         sleep(seconds)
 
     def guarded_wait(self: threading.Condition, timeout: float | None = None) -> bool:
-        if sys._getframe(2).f_code is not threading.Thread.start.__code__:
+        frame = inspect.currentframe()
+        caller = frame and frame.f_back and frame.f_back.f_back
+        if caller is None or caller.f_code is not threading.Thread.start.__code__:
             refuse("a wait for another thread")
         return wait(self, timeout)
 
@@ -134,7 +141,7 @@ def _blocking_calls_refused(
 
 def _caller() -> str:
     """The innermost frames outside the standard library and this module."""
-    frame: types.FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     stdlib = str(Path(threading.__file__).parent)
     chain: list[str] = []
     while frame is not None and len(chain) < 3:
