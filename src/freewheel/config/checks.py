@@ -70,9 +70,8 @@ def _check_required(config: Config, purpose: Purpose) -> Iterator[str]:
         files = getattr(config.data, name)
         if isinstance(files, tuple) and not all(files):
             yield f"{_values(config, f'data.{name}')}: an empty name in the list"
-    for name in ("prompt_key", "ground_truth_key"):
-        if not getattr(config.data, name):
-            yield f'data.{name} = "": the name of a column is required'
+    if not config.data.prompt_key:
+        yield 'data.prompt_key = "": the name of a column is required'
 
 
 def _check_groups(config: Config) -> Iterator[str]:
