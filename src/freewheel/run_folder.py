@@ -88,16 +88,25 @@ class RunFolder:
         Raises:
             ConfigError: the folder holds a run, is in use, or cannot be made.
         """
-        if holds_run(path):
-            raise ConfigError(
-                f"{path} holds a run; resume it (freewheel resume {path}), or choose another "
-                "trainer.run_dir"
-            )
+        cls.check_free(path)
         folder = cls(path, _lock_folder(path))
         origin = {"time_origin": time.time(), "host": socket.gethostname()}
         write_atomic(folder.origin_path, dump_json(origin) + "\n")
         folder.write_config(config)
         return folder
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Refuse a folder that holds a run.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if holds_run(path):
+            raise ConfigError(
+                f"{path} holds a run; resume it (freewheel resume {path}), or choose another "
+                "trainer.run_dir"
+            )
 
     @classmethod
     def resume(cls, path: Path) -> "RunFolder":
