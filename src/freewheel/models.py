@@ -94,7 +94,9 @@ def _check_folder(folder: Path) -> None:
     """Raise if the folder is not that of a model with its tokenizer; says all that is missing."""
     missing = _missing_files(folder)
     if missing:
-        raise ConfigError(f"model.path: {folder} is not a model's folder: no {'; no '.join(missing)}")
+        raise ConfigError(
+            f"model.path: {folder} is not a model's folder: no {'; no '.join(missing)}"
+        )
 
 
 def _missing_files(folder: Path) -> list[str]:

@@ -172,7 +172,7 @@ class Backend(Protocol):
     """Places and starts worker processes. Making a proxy is instant; its `start` does the work."""
 
     async def start(self) -> None:
-        """Connect to, or start, the distributed engine."""
+        """Connect to, or start, the distributed engine. Called before anything else."""
         ...
 
     def replica(self, replica_id: int) -> Replica:

@@ -20,6 +20,7 @@ from freewheel.control.replica_loop import ReplicaLoop
 from freewheel.control.restarts import Restarts
 from freewheel.control.rollouter import Admission, Rollouter
 from freewheel.control.staleness import StalenessBound
+from freewheel.control.status_report import StatusReport
 from freewheel.control.train_loop import TrainLoop, TrainState
 from freewheel.control.validation import Due, Validator
 from freewheel.control.waits import Signal, WaitTable
@@ -34,6 +35,7 @@ from freewheel.errors import (
     StartupError,
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
+from freewheel.status import RunStatus
 from freewheel.types import Split
 
 STOP_EXIT_CODES = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
@@ -45,6 +47,14 @@ class ResumePoint:
 
     folder: Path
     control: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateOnly:
+    """Score the trainer's initial weights, under this step and version in the records."""
+
+    step: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +73,13 @@ class Controller:
 
     Args:
         config: checked configuration.
-        backend: makes the worker processes, or fakes.
+        backend: makes the worker processes, or fakes; started already.
         recorder: takes the run's records.
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
+        validate_only: no training, one validation.
         started_s: run time at which this process takes over (0 for a new run), in seconds.
+        on_status: is given the state of the run every `logging.interval_s`; must return at once.
     """
 
     def __init__(
@@ -78,13 +90,17 @@ class Controller:
         recorder: Recorder,
         checkpoints: CheckpointStore,
         resume: ResumePoint | None = None,
+        validate_only: ValidateOnly | None = None,
         started_s: float = 0.0,
+        on_status: Callable[[RunStatus], None] | None = None,
     ) -> None:
         self.config = config
         self.waits = WaitTable()
         self._backend = backend
         self._recorder = recorder
         self._resume = resume
+        self._validate_only = validate_only
+        self._on_status = on_status
         self._started_s = started_s
         self._loop_began_s = asyncio.get_running_loop().time()
         self._ending = False
@@ -197,6 +213,16 @@ class Controller:
             recorder=recorder,
         )
 
+        self._status_report = StatusReport(
+            config,
+            ledger=self.ledger,
+            rollouter=self.rollouter,
+            train=self.train,
+            validator=self.validator,
+            checkpointer=self.checkpointer,
+            waits=waits,
+        )
+
     # -- running ------------------------------------------------------------------------------
 
     def now_s(self) -> float:
@@ -227,12 +253,14 @@ class Controller:
     async def _run_loops(self) -> None:
         try:
             async with asyncio.TaskGroup() as root:
-                await self._backend.start()
                 tasks = self._start_workers(root)
                 self._train_task = root.create_task(
                     self._guard("train", self._train(root, tasks)), name="train"
                 )
                 tasks.append(root.create_task(self._limit_stop(), name="stop-limit"))
+                if self._on_status is not None:
+                    report = self._guard("report", self._report(self._on_status))
+                    tasks.append(root.create_task(report, name="report"))
                 await asyncio.wait([self._train_task])
                 self._ending = True
                 for task in tasks:
@@ -275,6 +303,9 @@ class Controller:
 
     async def _train(self, root: asyncio.TaskGroup, tasks: list[asyncio.Task[None]]) -> None:
         await self._start_trainer()
+        if self._validate_only is not None:
+            await self._validate(self._validate_only)
+            return
         if self._resume is not None:
             await self._restore(self._resume)
         feed = self.feed.run(self.ledger.next_group_id)
@@ -288,6 +319,13 @@ class Controller:
             await self.validator.drain()
         self.ledger.check()
 
+    async def _validate(self, due: ValidateOnly) -> None:
+        self.train.state.step = due.step
+        await self.train.publish_only(due.version)
+        self.validator.request(step=due.step, version=due.version)
+        if self._stop_signal is None:
+            await self.validator.drain()
+
     async def _start_trainer(self) -> None:
         limit_s = self.config.health.startup_timeout_s
         folder = self._resume and self._resume.folder
@@ -300,6 +338,29 @@ class Controller:
                     f"the trainer did not come up within {limit_s:g} s (health.startup_timeout_s)"
                 ) from error
         self._recorder.event("trainer_up", **asdict(info))
+
+    async def _report(self, on_status: Callable[[RunStatus], None]) -> None:
+        """Say how the run stands.
+
+        Consumes: the state of all roles.
+        Produces: `RunStatus` every `logging.interval_s`.
+        Waits for: its timer.
+        Unblocked by: the clock.
+        """
+        while True:
+            on_status(self.status())
+            await asyncio.sleep(self.config.logging.interval_s)
+
+    def status(self) -> RunStatus:
+        """The state of the run now."""
+        if self._ending:
+            phase = "ended"
+        elif self._stop_signal is not None:
+            phase = "stopping"
+        else:
+            phase = "running" if self.store.latest is not None else "starting"
+        loop_s = asyncio.get_running_loop().time()
+        return self._status_report.build(phase=phase, now_s=self.now_s(), loop_s=loop_s)
 
     async def _limit_stop(self) -> None:
         """After a stop was asked for, wait for its limit at most."""

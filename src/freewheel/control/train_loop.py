@@ -108,6 +108,10 @@ class TrainLoop:
             self.state.validation_requested_at = 0
             self._validations.request(step=0, version=0)
 
+    async def publish_only(self, version: int) -> None:
+        """Publish the trainer's weights under this version; nothing is trained."""
+        await self._publish(version)
+
     async def _begin_again(self) -> None:
         """Do what was still to be done after the step of the cut."""
         self._cut_step = self.state.step

@@ -62,6 +62,7 @@ def simulate(
 
     async def main() -> None:
         backend = FakeBackend(config, settings, run.disk)
+        await backend.start()
         controller = Controller(
             config,
             backend=backend,
