@@ -186,8 +186,7 @@ def test_conversion_by_two_at_once_keeps_the_first(installed, monkeypatch):
 
 def test_importing_loads_neither_torch_nor_transformers():
     code = (
-        "import sys, freewheel.models; "
-        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        "import sys, freewheel.models; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, env={"PYTHONPATH": ":".join(sys.path)}

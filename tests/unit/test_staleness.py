@@ -4,13 +4,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freewheel.config.sections import ActorConfig, AsyncTrainingConfig, Config
 from freewheel.control.staleness import BatchRule, Candidate, StalenessBound, choose_batch
 
 
+def slots(per_version, threshold):
+    return Config(
+        actor=ActorConfig(ppo_mini_batch_size=per_version),
+        async_training=AsyncTrainingConfig(staleness_threshold=threshold),
+    ).max_slots
+
+
 def bound(*, per_version=4, threshold=0.5, max_staleness=1):
-    rule = StalenessBound(
-        groups_per_version=per_version, threshold=threshold, max_staleness=max_staleness
-    )
+    rule = StalenessBound(max_open=slots(per_version, threshold), max_staleness=max_staleness)
     rule.publish(0, num_trained=0)
     return rule
 
@@ -37,7 +43,7 @@ def test_threshold_zero_starts_only_what_the_version_trains_on():
 def test_state_goes_on_after_restore():
     rule = bound()
     rule.publish(1, num_trained=4)
-    other = StalenessBound(groups_per_version=4, threshold=0.5, max_staleness=1)
+    other = StalenessBound(max_open=6, max_staleness=1)
     other.restore(rule.state())
     assert other.knows(1)
     for num_open in range(8):
@@ -93,9 +99,8 @@ def test_whatever_finishes_when_no_group_is_ever_trained_too_late(
     """A random schedule of starts and finishes against a model trainer."""
     bound_versions = -int(-threshold // 1)
     per_version = per_step * trigger
-    rule = StalenessBound(
-        groups_per_version=per_version, threshold=threshold, max_staleness=bound_versions
-    )
+    max_open = slots(per_version, threshold)
+    rule = StalenessBound(max_open=max_open, max_staleness=bound_versions)
     rule.publish(0, num_trained=0)
     version = steps = num_trained = next_id = 0
     started: dict[int, tuple[int, bool]] = {}
@@ -128,7 +133,7 @@ def test_whatever_finishes_when_no_group_is_ever_trained_too_late(
         if action == "start":
             started[next_id] = (data.draw(st.integers(required, version)), False)
             next_id += 1
-            assert len(started) <= int((1 + threshold) * per_version)
+            assert len(started) <= max_open
         elif action == "finish":
             finished = data.draw(st.sampled_from(running))
             started[finished] = (started[finished][0], True)
@@ -145,7 +150,8 @@ def test_whatever_finishes_when_no_group_is_ever_trained_too_late(
 
 
 def test_the_largest_number_of_open_groups_is_rounded_down():
-    assert StalenessBound(groups_per_version=3, threshold=0.5, max_staleness=1).max_open == 4
+    assert slots(3, 0.5) == 4
+    assert slots(25, 0.16) == 29
 
 
 @pytest.mark.parametrize("versions_ahead", [0, 1])

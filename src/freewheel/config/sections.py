@@ -440,8 +440,10 @@ class Config:
 
     @property
     def max_slots(self) -> int:
-        """Most groups started and not yet trained."""
-        return int((1 + self.async_training.staleness_threshold) * self.groups_per_version)
+        """Most groups started and not yet trained; the product is rounded down."""
+        threshold = self.async_training.staleness_threshold
+        # A little is added so that 0.16 * 25 is 4, as it reads, and not 3.9999.
+        return self.groups_per_version + math.floor(threshold * self.groups_per_version + 1e-9)
 
     @property
     def validation_mode(self) -> Literal["parallel", "exclusive", "dedicated"]:

@@ -5,7 +5,7 @@ code. The same controller runs over Ray processes and, on a virtual clock, over 
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,7 @@ class Controller:
         self.store = WeightStore()
         self.restarts = Restarts(health.max_restarts, recorder)
         self.staleness = StalenessBound(
-            groups_per_version=config.groups_per_version,
-            threshold=config.async_training.staleness_threshold,
+            max_open=config.max_slots,
             max_staleness=config.async_training.staleness_bound,
         )
         self.ledger = Ledger(
@@ -430,8 +429,7 @@ class Controller:
     def _end(self) -> RunEnd:
         error = self._cause
         if error is not None:
-            status, cause = "failed", f"{type(error).__name__}: {error}"
-            exit_code = error.exit_code if isinstance(error, FreewheelError) else 1
+            status, cause, exit_code = "failed", _describe(error), exit_code_of(error)
         elif self._stop_signal is not None:
             status, cause = "stopped", self._stop_signal
             exit_code = STOP_EXIT_CODES[self._stop_signal]
@@ -468,6 +466,42 @@ def structure(config: Config) -> dict[str, Any]:
         "data.shuffle": config.data.shuffle,
         "trainer.seed": config.trainer.seed,
     }
+
+
+def failed_before_start(error: FreewheelError, wall_s: float) -> RunEnd:
+    """The end of a run whose controller never ran."""
+    nothing = dict.fromkeys(("issued", "trained", "filtered", "failed", "set_aside", "open"), 0)
+    summary = {
+        "status": "failed",
+        "exit_code": error.exit_code,
+        "cause": _describe(error),
+        "steps": 0,
+        "policy_version": 0,
+        "samples": nothing,
+        "failures": {},
+        "wall_s": round(wall_s, 3),
+        "trainer_wait_s": TrainState().wait_s,
+        "rollout_idle_ratio": 1.0,
+        "validations": 0,
+        "checkpoints": [],
+        "restarts": 0,
+    }
+    return RunEnd(
+        status="failed",
+        exit_code=error.exit_code,
+        cause=_describe(error),
+        summary=summary,
+        error=error,
+    )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a run that this error ended."""
+    return error.exit_code if isinstance(error, FreewheelError) else 1
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _first_leaf(error: BaseException) -> BaseException:

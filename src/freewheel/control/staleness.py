@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 
 class StalenessBound:
-    """The admission rule. Remembers at which count of trained groups each version was published."""
+    """The admission rule. Remembers at which count of trained groups each version was published.
 
-    def __init__(self, *, groups_per_version: int, threshold: float, max_staleness: int) -> None:
-        self.max_open = int((1 + threshold) * groups_per_version)
-        self.groups_per_version = groups_per_version
+    `max_open` is floor((1 + q) C), `max_staleness` is S.
+    """
+
+    def __init__(self, *, max_open: int, max_staleness: int) -> None:
+        self.max_open = max_open
         self.max_staleness = max_staleness
         self._published: dict[int, int] = {}
 
