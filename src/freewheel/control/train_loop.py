@@ -5,7 +5,7 @@ independent of any validation.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -75,6 +75,7 @@ class TrainLoop:
         validations: Validations,
         waits: WaitTable,
         recorder: Recorder,
+        run_time_s: Callable[[], float],
     ) -> None:
         self.state = TrainState()
         self.last_metrics: dict[str, float] = {}
@@ -91,6 +92,7 @@ class TrainLoop:
         self._validations = validations
         self._waits = waits
         self._recorder = recorder
+        self._run_time_s = run_time_s
         self._cut_step = -1
         self._step_began_s = 0.0
         self._timing_s: dict[str, float] = {}
@@ -317,9 +319,12 @@ class TrainLoop:
             "fully_async/count/groups_running": self._rollouter.num_running,
         }
         self.last_metrics = row
-        self._recorder.metrics(
-            {"step": self.state.step, "policy_version": self.state.version, **row}
-        )
+        place = {
+            "step": self.state.step,
+            "policy_version": self.state.version,
+            "time_s": round(self._run_time_s(), 6),
+        }
+        self._recorder.metrics({**place, **row})
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
