@@ -210,6 +210,7 @@ class Controller:
             validations=self.validator,
             waits=waits,
             recorder=recorder,
+            run_time_s=self.now_s,
         )
 
         self._status_report = StatusReport(
