@@ -194,6 +194,9 @@ class ActorConfig:
     """Number format of forward and backward (autocast); weights and optimizer stay float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer computes."""
+    num_gpus: NonNegative = 1.0
+    """GPUs that each rank takes, when it computes on GPUs. Below 1 it shares one with replicas that
+    take the rest (`rollout.num_gpus`)."""
     num_threads: Count = 1
     """OpenMP threads of each rank on a CPU."""
     gradient_checkpointing: bool = False
