@@ -204,14 +204,22 @@ class TrainerActor(WorkerActor):
         return (bundle.num_bytes, bundle) if self._rank == 0 else (0, None)
 
     @boundary
+    async def publish_restored(self, version: int) -> tuple[int, Any]:
+        """As `publish`, of the weights that the checkpoint carries beside the trainer's. Rank 0."""
+        bundle = await self._in_train_thread(self._trainer.restored_weights)
+        return bundle.num_bytes, bundle
+
+    @boundary
     async def copy_state(self, step: int) -> None:
         """Copy in memory, between two steps."""
         await self._in_train_thread(self._trainer.copy_state, step)
 
     @boundary
-    async def write_state(self, step: int, folder: Path, refs: Sequence[Ref]) -> None:
+    async def write_state(
+        self, step: int, folder: Path, refs: Sequence[Ref], published: "WeightBundle | None"
+    ) -> None:
         """Write the copy, beside training. Rank 0 only."""
-        await self._in_write_thread(self._write, step, folder, refs)
+        await self._in_write_thread(self._write, step, folder, refs, published)
 
     @boundary
     async def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> Answer:
@@ -224,8 +232,11 @@ class TrainerActor(WorkerActor):
     def _train(self, request: TrainRequest) -> TrainResult:
         return self._trainer.train_step(request, _fetch(request.payloads))
 
-    def _write(self, step: int, folder: Path, refs: Sequence[Ref]) -> None:
-        self._trainer.write_state(step, folder, _fetch(refs))
+    def _write(
+        self, step: int, folder: Path, refs: Sequence[Ref], published: "WeightBundle | None"
+    ) -> None:
+        extra = {} if published is None else {"published": published}
+        self._trainer.write_state(step, folder, _fetch(refs), **extra)
 
     async def _in_train_thread(self, call: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._train_thread, call, *args)

@@ -29,6 +29,8 @@ from freewheel.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
+_ray: Any = ray  # half typed, which a strict checker cannot use
+
 _STOP_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 3.0
 # Sockets lie below the temporary folder, and their paths may have 107 bytes.
@@ -175,8 +177,7 @@ class Cluster:
 
 
 def _init(**options: object) -> None:
-    init: Callable[..., object] = ray.init
-    init(
+    _ray.init(
         namespace=f"freewheel-{os.getpid()}-{secrets.token_hex(4)}",
         log_to_driver=False,
         configure_logging=False,
@@ -196,8 +197,8 @@ def _quieten() -> None:
 
 
 def _view() -> ClusterView:
-    known: list[dict[str, Any]] = ray.nodes()
-    free: dict[str, float] = ray.available_resources()
+    known: list[dict[str, Any]] = _ray.nodes()
+    free: dict[str, float] = _ray.available_resources()
     nodes = tuple(
         Node(
             address=node["NodeManagerAddress"],

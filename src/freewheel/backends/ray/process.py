@@ -19,6 +19,8 @@ from freewheel.types import Ref
 
 logger = logging.getLogger(__name__)
 
+_ray: Any = ray  # half typed, which a strict checker cannot use
+
 _PATIENCE_S = 5.0
 # Calls that an actor runs at once. More wait in it, and an abort must never wait.
 _MAX_CONCURRENCY = 4096
@@ -146,7 +148,7 @@ class RemoteProcess:
 
     def _launch(self) -> Handle:
         """Create the actor; blocks while Ray registers it."""
-        remote: Any = ray.remote(self._actor_class)
+        remote = _ray.remote(self._actor_class)
         return remote.options(
             name=self.name,
             num_cpus=self._demand.num_cpus,

@@ -25,6 +25,7 @@ Handle: TypeAlias = Any
 Answer: TypeAlias = Any
 """What a remote method returns."""
 
+_ray: Any = ray  # half typed, which a strict checker cannot use
 _MAX_CAUSE_CHARS = 700
 _PLACEMENT_ERRORS = (ActorUnschedulableError, TaskUnschedulableError, RuntimeEnvSetupError)
 
@@ -53,9 +54,7 @@ def cancel(ref: Ref) -> None:
     """Cancel a remote call. Its own remote calls are its business: it hears of the cancellation."""
     # RuntimeError, ValueError: Ray is shut down, so there is nothing left to cancel.
     with contextlib.suppress(RayError, RuntimeError, ValueError):
-        ray.cancel(  # pyright: ignore[reportUnknownMemberType]  # half typed by Ray
-            ref, recursive=False
-        )
+        _ray.cancel(ref, recursive=False)
 
 
 def translate(error: RayError, *, lost: type[LostError], who: str) -> FreewheelError:
