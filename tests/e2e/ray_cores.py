@@ -139,7 +139,9 @@ class Worker:
             )
             for member, generation in zip(request.members, generations, strict=True)
         )
-        return outcomes, [trajectory(request.group_id, m.sample_id, length) for m in request.members]
+        return outcomes, [
+            trajectory(request.group_id, m.sample_id, length) for m in request.members
+        ]
 
 
 def trajectory(group_id, sample_id, length):

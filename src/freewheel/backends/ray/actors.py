@@ -45,6 +45,8 @@ from freewheel.types import (
 if TYPE_CHECKING:
     from freewheel.weights import WeightBundle
 
+_ray: Any = ray  # half typed, which a strict checker cannot use
+
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A", bound="WorkerActor")
@@ -92,7 +94,7 @@ class WorkerActor:
 
     async def identify(self) -> tuple[int, str]:
         """Process id and address of the node."""
-        return os.getpid(), ray.util.get_node_ip_address()
+        return os.getpid(), _ray.util.get_node_ip_address()
 
     async def load(self, path: str) -> Loaded:
         """Import in a thread: torch takes seconds, and this loop answers meanwhile."""
@@ -174,7 +176,7 @@ class TrainerActor(WorkerActor):
     @boundary
     async def rendezvous(self) -> str:
         """Where the ranks meet: an address on this node with a port that is free now."""
-        address = ray.util.get_node_ip_address()
+        address: str = _ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((address, 0))
             return f"tcp://{address}:{probe.getsockname()[1]}"
@@ -247,7 +249,7 @@ class TrainerActor(WorkerActor):
 
 def _fetch(refs: Sequence[Ref]) -> list[list[Trajectory]]:
     """Resolve payloads, in a thread where waiting blocks nobody."""
-    return ray.get(list(refs))
+    return _ray.get(list(refs))
 
 
 def _redirect_output(path: Path) -> None:

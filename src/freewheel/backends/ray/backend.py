@@ -1,5 +1,8 @@
 """Protocol `Backend` over Ray: makes the processes of a run and ends them."""
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from freewheel.backends.ray.actors import (
@@ -60,6 +63,7 @@ class RayBackend:
         self._cluster = Cluster(config.ray, num_cpus=own_cluster_cpus(config))
         self._view: ClusterView | None = None
         self._processes: list[RemoteProcess] = []
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     async def start(self) -> None:
         """Connect to, or start, the cluster, and check that the run can fit on it.
@@ -129,7 +133,8 @@ class RayBackend:
         num_threads: int,
         lost: type[LostError],
     ) -> RemoteProcess:
-        """An actor that is yet to be placed. Names carry a number: a dying one keeps its own."""
+        """An actor that is yet to be placed."""
+        number = next(self._numbers[name])
         setup = Setup(
             name=name,
             config=self._config,
@@ -139,6 +144,7 @@ class RayBackend:
         )
         process = RemoteProcess(
             name=name,
+            actor_name=f"freewheel-{name}-{number}" if number else f"freewheel-{name}",
             actor_class=actor_class,
             args=(setup, *args),
             demand=demand,

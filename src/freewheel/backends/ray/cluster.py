@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants as ray_constants_module
 from ray._private import worker as ray_worker
 
 from freewheel.backends.ray.placement import ClusterView, Node
@@ -29,6 +29,7 @@ from freewheel.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
+ray_constants: Any = ray_constants_module
 _ray: Any = ray  # half typed, which a strict checker cannot use
 
 _STOP_TIMEOUT_S = 10.0
@@ -53,7 +54,6 @@ _OWN_CLUSTER_ENVIRONMENT = {
     "RAY_process_group_cleanup_enabled": "1",
     # A process without GPUs is told so by us.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AUTH_MODE": "token",
 }
 
 
@@ -91,7 +91,7 @@ class Cluster:
 
     def kill(self, handle: Handle) -> None:
         """End an actor's process at once."""
-        self._launches.submit(ray.kill, handle)
+        self._launches.submit(_ray.kill, handle)
 
     async def stop(self) -> None:
         """Disconnect; end every process of a cluster of our own. Bounded in time; idempotent."""
@@ -102,9 +102,7 @@ class Cluster:
             logger.warning(
                 "Ray did not stop within %g s; its processes are killed", _STOP_TIMEOUT_S
             )
-        ending = CallThread("freewheel-ray-end")
-        await ending.run(self._end_processes, self._processes())
-        ending.close()
+        await asyncio.to_thread(self._end_leftovers)
 
     def _connect(self) -> None:
         """Call `ray.init`."""
@@ -127,7 +125,9 @@ class Cluster:
         """Start a cluster on the loopback interface."""
         for name, value in _OWN_CLUSTER_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            # A token of this process alone; otherwise Ray writes one into the user's home.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         self._temp_dir = _short_temp_dir()
         # Without this Ray replaces 127.0.0.1 by an address that other machines reach, and whoever
         # reaches the ports of a Ray without tokens (before 2.50) can run code here.
@@ -147,22 +147,18 @@ class Cluster:
 
     def _disconnect(self) -> None:
         """Undo `_connect`."""
-        if self._connected:
-            self._connected = False
-            processes = self._processes()
-            ray.shutdown()
-            _end(processes)
-        self._remove_temp_dir()
-
-    def _end_processes(self, processes: list[psutil.Process]) -> None:
-        """End what is left when Ray did not do so itself."""
+        if not self._connected:
+            return
+        self._connected = False
+        processes = self._processes()
+        _ray.shutdown()
         _end(processes)
-        self._remove_temp_dir()
-
-    def _remove_temp_dir(self) -> None:
-        """Delete Ray's sockets and logs."""
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+    def _end_leftovers(self) -> None:
+        """End what Ray did not end, after a start that failed or a stop that hung."""
+        _end(self._processes())
 
     def _processes(self) -> list[psutil.Process]:
         """Processes of our own cluster: children that name its folder, and what they started."""

@@ -30,7 +30,8 @@ class RemoteProcess:
     """Owns one actor from its placement to its end.
 
     Args:
-        name: of the actor, unique while it lives; also what messages call it.
+        name: what messages call it: `replica-0`, also after a replacement.
+        actor_name: what Ray calls it; never used twice, for a dying actor keeps its name a while.
         actor_class: a class of `actors.py`.
         args: for its constructor.
         demand: what it takes of a node.
@@ -43,6 +44,7 @@ class RemoteProcess:
         self,
         *,
         name: str,
+        actor_name: str,
         actor_class: type,
         args: tuple[Any, ...],
         demand: Demand,
@@ -54,6 +56,7 @@ class RemoteProcess:
         self.waiting_for = ""
         self.pid: int | None = None
         self.node: str = ""
+        self._actor_name = actor_name
         self._actor_class = actor_class
         self._args = args
         self._demand = demand
@@ -150,7 +153,7 @@ class RemoteProcess:
         """Create the actor; blocks while Ray registers it."""
         remote = _ray.remote(self._actor_class)
         return remote.options(
-            name=self.name,
+            name=self._actor_name,
             num_cpus=self._demand.num_cpus,
             num_gpus=self._demand.num_gpus,
             max_restarts=0,
