@@ -40,8 +40,6 @@ class CustomError(Exception):
 
 class Engine:
     def __init__(self, config, model_path):
-        if model_path.name == "missing":
-            raise FileNotFoundError(model_path)
         self.version, self.cancelled, self.running, self.view = 0, 0, 0, None
         self.env = os.environ.get("OMP_NUM_THREADS")
 
@@ -171,8 +169,10 @@ class Trainer:
         self.release = threading.Event()
 
     def start(self, checkpoint):
+        if checkpoint is not None:
+            raise FileNotFoundError(checkpoint)
         device = "alone" if self.ranks is None else f"{self.ranks}"
-        return TrainerInfo(step=0 if checkpoint is None else 7, num_parameters=1, device=device)
+        return TrainerInfo(step=0, num_parameters=1, device=device)
 
     def train_step(self, request, groups):
         if request.step == 13:

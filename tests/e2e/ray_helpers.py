@@ -19,9 +19,9 @@ CORES = Cores(
 )
 
 
-def make_backend(config=None, *, log_dir=None, model="model"):
+def make_backend(config=None, *, log_dir=None):
     config = config or Config(ray=RayConfig(num_cpus=8, object_store_bytes=1 << 28))
-    return RayBackend(config, Path(model), log_dir=log_dir, cores=CORES)
+    return RayBackend(config, Path("model"), log_dir=log_dir, cores=CORES)
 
 
 def group(kind, *, purpose=Purpose.TRAINING, group_id=5, n=2):
@@ -38,7 +38,7 @@ def group(kind, *, purpose=Purpose.TRAINING, group_id=5, n=2):
 
 
 def descendants():
-    return [child for child in psutil.Process().children(recursive=True)]
+    return psutil.Process().children(recursive=True)
 
 
 def alive(processes):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -255,13 +256,11 @@ async def test_kill_ends_a_stopped_process_and_what_user_code_started(world):
 
 
 async def test_a_core_that_cannot_be_built_is_a_startup_error(world):
-    backend = make_backend(model="missing")
-    backend._cluster, backend._view = world.backend._cluster, world.backend._view
-    replica = backend.replica(8)
-    with pytest.raises(StartupError, match=r"(?s)replica-8: start.*FileNotFoundError"):
-        await replica.start()
-    with pytest.raises(ReplicaLostError, match="was killed"):
-        await replica.stats()
+    trainer = world.backend.trainer()
+    with pytest.raises(StartupError, match=r"(?s)trainer-0: start.*FileNotFoundError"):
+        await trainer.start(Path("missing"))
+    with pytest.raises(TrainerLostError, match="was killed"):
+        await trainer.copy_state(1)
 
 
 async def test_calls_before_the_start_are_refused(world):

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -65,7 +66,7 @@ class Cluster:
         num_cpus: CPUs of a cluster of our own.
     """
 
-    def __init__(self, config: RayConfig, *, num_cpus: float) -> None:
+    def __init__(self, config: RayConfig, *, num_cpus: int) -> None:
         self._config = config
         self._num_cpus = num_cpus
         self._launches = CallThread("freewheel-ray-launch")
@@ -150,9 +151,11 @@ class Cluster:
         if not self._connected:
             return
         self._connected = False
-        processes = self._processes()
+        processes, children = self._processes(), _children()
         _ray.shutdown()
         _end(processes)
+        for child in children:
+            child.poll()
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 
@@ -221,6 +224,14 @@ def _end(processes: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=_KILL_TIMEOUT_S)
+
+
+def _children() -> list[subprocess.Popen[bytes]]:
+    """Ray's own record of the processes that it started; it never asks how they ended."""
+    node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]  # no public way
+    if node is None:
+        return []
+    return [info.process for infos in node.all_processes.values() for info in infos]
 
 
 async def _done_within(future: "Future[Any]", timeout_s: float) -> bool:

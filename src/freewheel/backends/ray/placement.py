@@ -3,6 +3,7 @@
 Plain decisions over a picture of the cluster; nobody waits here and nothing of Ray is called.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,9 +85,14 @@ def declared_cpus(config: Config) -> float:
     )
 
 
-def own_cluster_cpus(config: Config) -> float:
-    """CPUs that a cluster of our own offers; more than a small machine has, so that all fit."""
-    return config.ray.num_cpus or max(declared_cpus(config), float(os.cpu_count() or 1))
+def own_cluster_cpus(config: Config) -> int:
+    """CPUs that a cluster of our own offers; more than a small machine has, so that all fit.
+
+    A whole number: Ray takes no other for a node.
+    """
+    if config.ray.num_cpus is not None:
+        return math.ceil(config.ray.num_cpus)
+    return max(math.ceil(declared_cpus(config) - _SLACK), os.cpu_count() or 1)
 
 
 def on_gpu(device: Device, view: ClusterView) -> bool:

@@ -1,0 +1,26 @@
+"""A driver that starts a backend, prints what there is, and goes on until it is killed.
+
+Not a test module: `test_ray_backend_lifetime.py` runs it as a process of its own.
+"""
+
+import asyncio
+import signal
+
+import psutil
+from ray_helpers import make_backend
+
+
+async def main():
+    interrupted = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
+    backend = make_backend()
+    await backend.start()
+    replica = backend.replica(0)
+    await replica.start()
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    await interrupted.wait()
+    print((await replica.stats()).num_running, flush=True)
+    await asyncio.Event().wait()
+
+
+asyncio.run(main())
