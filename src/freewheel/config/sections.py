@@ -98,7 +98,8 @@ class RolloutConfig:
     reward_timeout_s: Seconds = 60.0
     """Wall-clock limit of one reward call, within `timeout_s`."""
     min_group_size: CountOrZero = 0
-    """A group with failed members is trained if at least so many finished; 0: all of them must."""
+    """A group with failed members is trained if at least so many finished; otherwise it counts as
+    failed and is replaced. 0: half of `n`, rounded up, at least 2."""
     retries: dict[FailureClass, CountOrZero] = field(
         default_factory=lambda: {
             FailureClass.ENVIRONMENT: 1,
@@ -360,6 +361,8 @@ class HealthConfig:
     """From a stop signal to the end, the last checkpoint included."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    max_failed_groups_in_a_row: Count = 128
+    """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3
     """Failed groups of one prompt, over all epochs, before it is set aside."""
 
@@ -429,9 +432,18 @@ class Config:
         return self.groups_per_step * self.async_training.trigger_parameter_sync_step
 
     @property
+    def min_group_size(self) -> int:
+        """Fewest finished members with which a group is trained."""
+        if self.rollout.min_group_size:
+            return self.rollout.min_group_size
+        return min(self.rollout.n, max(2, (self.rollout.n + 1) // 2))
+
+    @property
     def max_slots(self) -> int:
-        """Most groups started and not yet trained."""
-        return int((1 + self.async_training.staleness_threshold) * self.groups_per_version)
+        """Most groups started and not yet trained; the product is rounded down."""
+        threshold = self.async_training.staleness_threshold
+        # A little is added so that 0.16 * 25 is 4, as it reads, and not 3.9999.
+        return self.groups_per_version + math.floor(threshold * self.groups_per_version + 1e-9)
 
     @property
     def validation_mode(self) -> Literal["parallel", "exclusive", "dedicated"]:

@@ -1,0 +1,235 @@
+"""What the command line starts: one run, from its folder to its exit code.
+
+Builds backend, recorder and controller, listens for SIGINT and SIGTERM, writes `summary.json`
+whatever the end. A second signal ends the process at once.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from freewheel.backends.ray import RayBackend
+from freewheel.checkpoint import (
+    Checkpoint,
+    FileCheckpointStore,
+    find_checkpoint,
+    read_checkpoint,
+)
+from freewheel.config import Config
+from freewheel.control.controller import (
+    STOP_EXIT_CODES,
+    Controller,
+    ResumePoint,
+    RunEnd,
+    ValidateOnly,
+    failed_before_start,
+    structure,
+)
+from freewheel.errors import CheckpointError, FreewheelError, StartupError
+from freewheel.loggers import make_sinks
+from freewheel.models import resolve_model
+from freewheel.progress import Progress, make_progress
+from freewheel.recorder import FileRecorder
+from freewheel.run_folder import RunFolder
+from freewheel.status import RunStatus
+
+_CLOSE_LIMIT_S = 20.0
+"""How long the worker processes have to end before the run ends without waiting for them."""
+
+
+def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
+    """Train, from the beginning or on from the newest checkpoint.
+
+    Args:
+        config: checked configuration.
+        run_dir: folder of the run, new unless `resume`.
+        resume: go on with the run that the folder holds.
+
+    Returns:
+        The exit code of the run (docs/exit-codes.md).
+
+    Raises:
+        ConfigError, CheckpointError: the run cannot start; nothing was started or overwritten.
+    """
+    checkpoint = _find_resumable(run_dir, config) if resume else None
+    folder = RunFolder.resume(run_dir) if resume else RunFolder.create(run_dir, config)
+    try:
+        if resume:
+            folder.cut_back({} if checkpoint is None else checkpoint.control["num_rows"])
+            folder.write_config(config)
+        point = checkpoint and ResumePoint(folder=checkpoint.folder, control=checkpoint.control)
+        return _run(config, folder, model=config.model.path, resume=point)
+    finally:
+        folder.close()
+
+
+def run_validation(config: Config, target: str, out_dir: Path) -> int:
+    """Score a checkpoint or a model on the held-out prompts.
+
+    Args:
+        config: checked configuration with `data.val_files`.
+        target: folder of a checkpoint or of a model, or `package:...`.
+        out_dir: new folder for the result.
+
+    Returns:
+        The exit code.
+    """
+    due, model = ValidateOnly(step=0, version=0), target
+    if (Path(target) / "control.json").is_file():
+        checkpoint = read_checkpoint(Path(target))
+        state = checkpoint.control["train"]
+        due = ValidateOnly(step=checkpoint.step, version=state["version"])
+        model = str(checkpoint.folder / "hf")
+    folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
+    try:
+        return _run(config, folder, model=model, validate_only=due)
+    finally:
+        folder.close()
+
+
+def _find_resumable(run_dir: Path, config: Config) -> Checkpoint | None:
+    """The newest whole checkpoint of a run; says which had to be passed over."""
+    root = RunFolder.look(run_dir).path / "checkpoints"
+    checkpoint, problems = find_checkpoint(root)
+    for problem in problems:
+        sys.stderr.write(f"passed over a broken checkpoint: {problem}\n")
+    if checkpoint is None:
+        if problems:
+            raise CheckpointError(f"{root}: no checkpoint is whole; see above")
+        sys.stderr.write(f"{root}: no checkpoint yet, the run starts from the beginning\n")
+        return None
+    before, now = checkpoint.control["structure"], structure(config)
+    changed = [
+        f"{key}={now[key]!r}, but the run has {before[key]!r}"
+        for key in now
+        if now[key] != before[key]
+    ]
+    if changed:
+        raise CheckpointError(f"a resumed run cannot change {'; '.join(changed)}")
+    return checkpoint
+
+
+def _run(
+    config: Config,
+    folder: RunFolder,
+    *,
+    model: str,
+    resume: ResumePoint | None = None,
+    validate_only: ValidateOnly | None = None,
+) -> int:
+    model_path = resolve_model(model)
+    resumed_step = None if resume is None else resume.control["train"]["step"]
+    sinks = make_sinks(config, folder, resumed_step=resumed_step)
+    recorder = FileRecorder(folder, sinks=sinks)
+    progress = make_progress(config.logging.progress)
+    run = _Run(config, folder, recorder, progress, model_path)
+    with asyncio.Runner() as runner:
+        end = runner.run(run.run(resume, validate_only))
+    progress.close(end.summary)
+    return _report_end(end, folder)
+
+
+class _Run:
+    """One run on its event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        recorder: FileRecorder,
+        progress: Progress,
+        model_path: Path,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._recorder = recorder
+        self._progress = progress
+        self._backend = RayBackend(config, model_path, log_dir=folder.path / "logs")
+        self._signals: list[str] = []
+        self._on_signal: Callable[[str], None] | None = None
+
+    async def run(self, resume: ResumePoint | None, validate_only: ValidateOnly | None) -> RunEnd:
+        """Run and clean up; the summary is written before anything that could hang."""
+        self._listen()
+        try:
+            end = await self._run_controller(resume, validate_only)
+        except FreewheelError as error:
+            end = failed_before_start(error, self._folder.clock().t_s())
+        await asyncio.to_thread(self._folder.write_summary, end.summary)
+        await self._close()
+        return end
+
+    async def _run_controller(
+        self, resume: ResumePoint | None, validate_only: ValidateOnly | None
+    ) -> RunEnd:
+        await self._start_backend()
+        controller = Controller(
+            self._config,
+            backend=self._backend,
+            recorder=self._recorder,
+            checkpoints=FileCheckpointStore(
+                self._folder.checkpoints_path, keep=self._config.checkpoint.keep
+            ),
+            resume=resume,
+            validate_only=validate_only,
+            started_s=self._folder.clock().t_s(),
+            on_status=self._show,
+        )
+        self._on_signal = controller.stop
+        for name in self._signals:
+            controller.stop(name)
+        end = await controller.run()
+        self._show(controller.status())
+        return end
+
+    async def _start_backend(self) -> None:
+        limit_s = self._config.health.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._backend.start()
+        except TimeoutError as error:
+            raise StartupError(
+                f"Ray did not come up within {limit_s:g} s (health.startup_timeout_s)"
+            ) from error
+
+    def _show(self, status: RunStatus) -> None:
+        self._recorder.status(status)
+        self._progress.update(status)
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take_signal, signal.Signals(number).name)
+
+    def _take_signal(self, name: str) -> None:
+        self._signals.append(name)
+        if len(self._signals) > 1:
+            self._backend.kill()
+            os._exit(STOP_EXIT_CODES[name])
+        sys.stderr.write(f"{name}: stopping, with a checkpoint; once more ends at once\n")
+        if self._on_signal is not None:
+            self._on_signal(name)
+
+    async def _close(self) -> None:
+        """End workers and recorder, each within a limit: nothing may keep the process alive."""
+        try:
+            async with asyncio.timeout(_CLOSE_LIMIT_S):
+                await self._backend.aclose()
+        except TimeoutError:
+            self._backend.kill()
+        await self._recorder.aclose()
+
+
+def _report_end(end: RunEnd, folder: RunFolder) -> int:
+    if end.error is not None:
+        if not isinstance(end.error, FreewheelError):
+            traceback.print_exception(end.error)
+        sys.stderr.write(f"error: {end.cause}\n")
+    if end.status == "stopped" and end.summary["checkpoints"]:
+        sys.stderr.write(f"to go on: freewheel resume {folder.path}\n")
+    return end.exit_code
