@@ -22,8 +22,8 @@ from freewheel.types import (
     RolloutOutcome,
     Split,
     TrainerInfo,
-    Trajectory,
     TrainResult,
+    Trajectory,
 )
 
 TRAIN, HANG_IN_ENGINE, USER_ERROR, ROLLOUT_ERROR, BIG, SPAWN, ENGINE_ERROR, SPIN = range(8)
@@ -114,7 +114,7 @@ class Worker:
             raise RolloutError(FailureClass.REWARD, "reward of 3 asked for")
         if kind == SPIN:
             time.sleep(60)  # noqa: TID251, ASYNC251  # user code that blocks its loop
-        answers = {"spawned": str(subprocess.Popen(["sleep", "300"]).pid)} if kind == SPAWN else {}
+        spawned = _spawn() if kind == SPAWN else None
         generations = await generator.generate(
             [
                 GenerationRequest(
@@ -132,7 +132,7 @@ class Worker:
                 sample_id=member.sample_id,
                 attempt=member.attempt,
                 reward=1.0,
-                answer=answers.get("spawned"),
+                answer=spawned,
                 version_spans=((int(generation.versions[0]), 3),),
             )
             for member, generation in zip(request.members, generations, strict=True)
@@ -140,6 +140,10 @@ class Worker:
         return outcomes, [
             trajectory(request.group_id, m.sample_id, length) for m in request.members
         ]
+
+
+def _spawn():
+    return str(subprocess.Popen(["sleep", "300"]).pid)
 
 
 def trajectory(group_id, sample_id, length):

@@ -10,6 +10,10 @@ import psutil
 from ray_helpers import make_backend
 
 
+def _say(*words):
+    print(*words, flush=True)  # noqa: T201  # the test reads it
+
+
 async def main():
     interrupted = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
@@ -17,9 +21,9 @@ async def main():
     await backend.start()
     replica = backend.replica(0)
     await replica.start()
-    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    _say(*(child.pid for child in psutil.Process().children(recursive=True)))
     await interrupted.wait()
-    print((await replica.stats()).num_running, flush=True)
+    _say((await replica.stats()).num_running)
     await asyncio.Event().wait()
 
 

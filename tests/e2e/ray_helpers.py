@@ -1,6 +1,8 @@
 """What the tests of the Ray backend share: configuration, requests, processes."""
 
+import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 import psutil
@@ -48,3 +50,11 @@ def alive(processes):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 living.append(process)
     return living
+
+
+async def ended_within(processes, limit_s):
+    """Whether all of these processes, which need not be our children, end in time."""
+    deadline = time.monotonic() + limit_s
+    while alive(processes) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    return alive(processes) == []

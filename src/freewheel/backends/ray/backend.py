@@ -117,6 +117,13 @@ class RayBackend:
         ]
         return RayTrainer(ranks)
 
+    def kill(self) -> None:
+        """End every process at once, without a word to Ray: only before this process exits itself.
+
+        A cluster that was joined ends a run's processes by itself when its driver is gone.
+        """
+        self._cluster.kill_all()
+
     async def aclose(self) -> None:
         """End every process that this backend started. Idempotent, bounded in time."""
         for process in self._processes:

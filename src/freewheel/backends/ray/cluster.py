@@ -9,12 +9,9 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +20,7 @@ from ray._private import ray_constants as ray_constants_module
 from ray._private import worker as ray_worker
 
 from freewheel.backends.ray.placement import ClusterView, Node
+from freewheel.backends.ray.temp_dir import TempDir
 from freewheel.backends.ray.threads import CallThread
 from freewheel.backends.ray.translate import Handle
 from freewheel.config.sections import RayConfig
@@ -35,8 +33,6 @@ _ray: Any = ray  # half typed, which a strict checker cannot use
 
 _STOP_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 3.0
-# Sockets lie below the temporary folder, and their paths may have 107 bytes.
-_MAX_TEMP_DIR_CHARS = 32
 
 _DRIVER_ENVIRONMENT = {
     # A failed call fails all of its references; we read one, and Ray would complain of the others.
@@ -71,7 +67,7 @@ class Cluster:
         self._num_cpus = num_cpus
         self._launches = CallThread("freewheel-ray-launch")
         self._queries = CallThread("freewheel-ray-query")
-        self._temp_dir: Path | None = None
+        self._temp_dir: TempDir | None = None
         self._connected = False
 
     async def start(self) -> None:
@@ -93,6 +89,12 @@ class Cluster:
     def kill(self, handle: Handle) -> None:
         """End an actor's process at once."""
         self._launches.submit(_ray.kill, handle)
+
+    def kill_all(self) -> None:
+        """End every process of a cluster of our own at once, for a driver that exits at once."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def stop(self) -> None:
         """Disconnect; end every process of a cluster of our own. Bounded in time; idempotent."""
@@ -118,7 +120,8 @@ class Cluster:
             else:
                 _init(address=self._config.address)
         except Exception as error:
-            where = self._config.address or f"on this machine (its logs: {self._temp_dir})"
+            logs = "" if self._temp_dir is None else f" (its logs: {self._temp_dir.path})"
+            where = self._config.address or f"on this machine{logs}"
             raise StartupError(f"Ray {where} did not come up: {error}") from error
         self._connected = True
 
@@ -129,7 +132,7 @@ class Cluster:
         if "RAY_AUTH_TOKEN_PATH" not in os.environ:
             # A token of this process alone; otherwise Ray writes one into the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        self._temp_dir = _short_temp_dir()
+        self._temp_dir = TempDir()
         # Without this Ray replaces 127.0.0.1 by an address that other machines reach, and whoever
         # reaches the ports of a Ray without tokens (before 2.50) can run code here.
         cluster_enabled = ray_constants.ENABLE_RAY_CLUSTER
@@ -141,7 +144,7 @@ class Cluster:
                 object_store_memory=self._config.object_store_bytes,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=str(self._temp_dir),
+                _temp_dir=str(self._temp_dir.path),
             )
         finally:
             ray_constants.ENABLE_RAY_CLUSTER = cluster_enabled
@@ -157,20 +160,23 @@ class Cluster:
         for child in children:
             child.poll()
         if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._temp_dir.remove()
 
     def _end_leftovers(self) -> None:
         """End what Ray did not end, after a start that failed or a stop that hung."""
         _end(self._processes())
+        if self._temp_dir is not None:
+            self._temp_dir.release()
 
     def _processes(self) -> list[psutil.Process]:
         """Processes of our own cluster: children that name its folder, and what they started."""
         if self._temp_dir is None:
             return []
+        folder = str(self._temp_dir.path)
         found: list[psutil.Process] = []
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if any(str(self._temp_dir) in argument for argument in child.cmdline()):
+                if any(folder in argument for argument in child.cmdline()):
                     found += [child, *child.children(recursive=True)]
         return found
 
@@ -208,13 +214,6 @@ def _view() -> ClusterView:
         if node["Alive"]
     )
     return ClusterView(nodes=nodes, free=free)
-
-
-def _short_temp_dir() -> Path:
-    base = tempfile.gettempdir()
-    if len(base) > _MAX_TEMP_DIR_CHARS:
-        base = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="fw-", dir=base))
 
 
 def _end(processes: list[psutil.Process]) -> None:
