@@ -7,7 +7,8 @@ import asyncio
 import signal
 
 import psutil
-from ray_helpers import make_backend
+
+from tests.e2e.ray_helpers import make_backend
 
 
 def _say(*words):

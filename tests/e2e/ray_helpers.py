@@ -12,12 +12,12 @@ from freewheel.config.sections import Config, RayConfig
 from freewheel.types import GroupRequest, Member, Purpose, SamplingParams, Split
 
 CORES = Cores(
-    replica="ray_cores:Engine",
-    rollout_worker="ray_cores:Worker",
-    trainer="ray_cores:Trainer",
-    trainer_ranks="ray_cores:ranks",
-    read_trajectories="ray_cores:read",
-    trajectories_file="ray_cores:FILE",
+    replica="tests.e2e.ray_cores:Engine",
+    rollout_worker="tests.e2e.ray_cores:Worker",
+    trainer="tests.e2e.ray_cores:Trainer",
+    trainer_ranks="tests.e2e.ray_cores:ranks",
+    read_trajectories="tests.e2e.ray_cores:read",
+    trajectories_file="tests.e2e.ray_cores:FILE",
 )
 
 
@@ -55,6 +55,6 @@ def alive(processes):
 async def ended_within(processes, limit_s):
     """Whether all of these processes, which need not be our children, end in time."""
     deadline = time.monotonic() + limit_s
-    while alive(processes) and time.monotonic() < deadline:
+    while alive(processes) and time.monotonic() < deadline:  # noqa: ASYNC110  # they tell nobody
         await asyncio.sleep(0.1)
     return alive(processes) == []

@@ -10,8 +10,6 @@ import psutil
 import pytest
 import pytest_asyncio
 import ray
-import ray_cores
-from ray_helpers import ended_within, group, make_backend
 
 from freewheel.errors import (
     FailureClass,
@@ -25,6 +23,8 @@ from freewheel.errors import (
     TrainingDivergedError,
 )
 from freewheel.types import Purpose, Split, TrainRequest
+from tests.e2e import ray_cores
+from tests.e2e.ray_helpers import ended_within, group, make_backend
 
 pytestmark = [
     pytest.mark.e2e,

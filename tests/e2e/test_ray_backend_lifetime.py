@@ -5,16 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import ray
-from ray_helpers import alive, descendants, ended_within, make_backend
 
 from freewheel.backends.ray import process as process_module
 from freewheel.config.sections import ActorConfig, Config, RayConfig, RolloutConfig
 from freewheel.errors import ConfigError, ReplicaLostError, StartupError
+from tests.e2e.ray_helpers import alive, descendants, ended_within, make_backend
 
 pytestmark = [
     pytest.mark.e2e,
@@ -89,11 +88,11 @@ async def test_a_cluster_that_waits_says_so_and_ranks_act_as_one(monkeypatch):
 
 
 async def test_nothing_outlives_a_driver_that_is_killed_and_ctrl_c_spares_the_workers():
-    here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     driver = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(here / "ray_driver.py"),
+        "-m",
+        "tests.e2e.ray_driver",
         stdout=subprocess.PIPE,
         env=environment,
         start_new_session=True,
