@@ -29,8 +29,6 @@ from tests.e2e.ray_helpers import ended_within, group, make_backend
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="module"),
-    # Ray opens /dev/null for the processes that it starts, and leaves closing it to the collector.
-    pytest.mark.filterwarnings("ignore:unclosed file <_io.*name='/dev/null':ResourceWarning"),
 ]
 
 
