@@ -10,6 +10,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import ray
+from blockbuster import blockbuster_ctx
 
 from freewheel.errors import (
     FailureClass,
@@ -172,6 +173,22 @@ async def test_cancelling_a_group_cancels_it_in_the_worker_and_in_the_engine(wor
         while stats.extra["cancelled"] == before:
             stats = await world.replica.stats()
     assert stats.num_running == 0
+
+
+async def test_nothing_blocks_the_event_loop(world, tmp_path):
+    with blockbuster_ctx():
+        replica = world.backend.replica(5)
+        await replica.start()
+        await replica.update_weights(await world.trainer.publish(4))
+        result = await world.worker.run_group(group(ray_cores.TRAIN), replica)
+        await world.trainer.train_step(train_request(5, (result.payload,)))
+        world.trainer.load_trajectories(tmp_path, [1])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await world.worker.run_group(group(ray_cores.HANG_IN_ENGINE), replica)
+        replica.kill()
+        with pytest.raises(ReplicaLostError):
+            await replica.stats()
 
 
 async def test_a_payload_outlives_its_worker(world):

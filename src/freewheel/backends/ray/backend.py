@@ -159,6 +159,7 @@ class RayBackend:
             lost=lost,
             cluster=self._cluster,
         )
+        self._processes = [known for known in self._processes if not known.is_killed]
         self._processes.append(process)
         return process
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _ray: Any = ray  # half typed, which a strict checker cannot use
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 10.0
 # Calls that an actor runs at once. More wait in it, and an abort must never wait.
 _MAX_CONCURRENCY = 4096
 
@@ -67,6 +67,11 @@ class RemoteProcess:
         self._handle: Any = None
         self._killed = False
         self._gone: asyncio.Future[None] | None = None
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether `kill` was called."""
+        return self._killed
 
     @property
     def handle(self) -> Handle:
