@@ -132,3 +132,7 @@ class RolloutError(FreewheelError):
     def __init__(self, failure: FailureClass, message: str) -> None:
         super().__init__(message)
         self.failure = failure
+
+    def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureClass, str]]:
+        """Both arguments: by default only an exception's message goes to another process."""
+        return type(self), (self.failure, str(self))

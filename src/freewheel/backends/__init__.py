@@ -1,0 +1,1 @@
+"""Backends: how the control plane's Protocols are met by real processes."""

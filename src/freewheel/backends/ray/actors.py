@@ -1,0 +1,262 @@
+"""What runs in the workers' processes: each actor holds one core and passes calls on to it.
+
+Actors are async: their event loop only passes on. User code and torch run in the cores; the
+trainer's core, which is synchronous, runs in one thread for training and one for writing. An error
+leaves a process as one of ours, so that its reader needs no class that only the worker can import.
+"""
+
+import asyncio
+import faulthandler
+import functools
+import os
+import socket
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from freewheel.backends.ray.cores import Cores, Loaded, load
+from freewheel.backends.ray.generator import RayGenerator
+from freewheel.backends.ray.translate import Answer, Handle, translate
+from freewheel.config.sections import Config
+from freewheel.errors import FreewheelError, LostError
+from freewheel.types import (
+    DatasetInfo,
+    Generation,
+    GenerationRequest,
+    GroupRequest,
+    PromptInfo,
+    Purpose,
+    Ref,
+    ReplicaStats,
+    RolloutOutcome,
+    Split,
+    TrainerInfo,
+    TrainRequest,
+    TrainResult,
+    Trajectory,
+)
+
+if TYPE_CHECKING:
+    from freewheel.weights import WeightBundle
+
+_ray: Any = ray  # half typed, which a strict checker cannot use
+
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A", bound="WorkerActor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What every actor is told at birth. `log_file` takes its stdout and stderr."""
+
+    name: str
+    config: Config
+    model_path: Path
+    cores: Cores
+    log_file: Path | None
+
+
+def boundary(
+    method: Callable[Concatenate[A, P], Awaitable[R]],
+) -> Callable[Concatenate[A, P], Awaitable[R]]:
+    """Let nothing but our own errors out of a remote method."""
+
+    @functools.wraps(method)
+    async def guarded(self: A, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await method(self, *args, **kwargs)
+        except FreewheelError:
+            raise
+        except RayError as error:
+            raise translate(error, lost=LostError, who=self.setup.name) from error
+        except Exception as error:
+            text = traceback.format_exc()
+            raise FreewheelError(f"{self.setup.name}: {method.__name__} failed: {text}") from error
+
+    return guarded
+
+
+class WorkerActor:
+    """What all actors have in common."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        if setup.log_file is not None:
+            _redirect_output(setup.log_file)
+        faulthandler.enable()
+
+    async def identify(self) -> tuple[int, str]:
+        """Process id and address of the node."""
+        return os.getpid(), _ray.util.get_node_ip_address()
+
+    async def load(self, path: str) -> Loaded:
+        """Import in a thread: torch takes seconds, and this loop answers meanwhile."""
+        return await asyncio.to_thread(load, path)
+
+
+class ReplicaActor(WorkerActor):
+    """An inference engine."""
+
+    @boundary
+    async def start(self) -> None:
+        """Build the engine."""
+        core = await self.load(self.setup.cores.replica)
+        self._engine = core(self.setup.config, self.setup.model_path)
+        await self._engine.start()
+
+    @boundary
+    async def generate(
+        self, requests: Sequence[GenerationRequest], timeout_s: float
+    ) -> list[Generation]:
+        """Called by rollout workers."""
+        return await self._engine.generate(requests, timeout_s=timeout_s)
+
+    @boundary
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Called by rollout workers."""
+        await self._engine.abort(request_ids)
+
+    @boundary
+    async def update_weights(self, version: int, bundle: "WeightBundle") -> None:
+        """`bundle` arrives as a view of shared memory."""
+        await self._engine.update_weights(version, bundle)
+
+    @boundary
+    async def stats(self) -> ReplicaStats:
+        """Counters of the engine."""
+        return self._engine.stats()
+
+
+class RolloutWorkerActor(WorkerActor):
+    """Data, environments and rewards: the user's code."""
+
+    def __init__(self, setup: Setup, worker_id: int) -> None:
+        super().__init__(setup)
+        self._worker_id = worker_id
+
+    @boundary
+    async def start(self) -> dict[Split, DatasetInfo]:
+        """Open the data and import the user's code."""
+        core = await self.load(self.setup.cores.rollout_worker)
+        self._worker = core(self.setup.config, self.setup.model_path, self._worker_id)
+        return await self._worker.start()
+
+    @boundary
+    async def prepare(self, split: Split, indices: Sequence[int]) -> list[PromptInfo]:
+        """Render and tokenize prompts."""
+        return await self._worker.prepare(split, indices)
+
+    @boundary
+    async def run_group(
+        self, request: GroupRequest, replica: Handle, replica_name: str
+    ) -> tuple[tuple[RolloutOutcome, ...], list[Trajectory]]:
+        """Two returns: outcomes for the control plane, trajectories that stay where they are."""
+        generator = RayGenerator(replica, replica_name)
+        outcomes, trajectories = await self._worker.run_group(request, generator)
+        keep = request.purpose is Purpose.TRAINING
+        return tuple(outcomes), list(trajectories) if keep else []
+
+
+class TrainerActor(WorkerActor):
+    """One rank of the trainer. Rank 0 speaks for all."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        super().__init__(setup)
+        self._rank = rank
+        self._train_thread = ThreadPoolExecutor(1, thread_name_prefix="freewheel-train")
+        self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="freewheel-write")
+
+    @boundary
+    async def rendezvous(self) -> str:
+        """Where the ranks meet: an address on this node with a port that is free now."""
+        address: str = _ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return f"tcp://{address}:{probe.getsockname()[1]}"
+
+    @boundary
+    async def start(self, checkpoint: Path | None, world_size: int, meeting: str) -> TrainerInfo:
+        """Build the core. Several ranks meet at `meeting`, a URL from rank 0's `rendezvous`."""
+        core = await self.load(self.setup.cores.trainer)
+        extra: dict[str, Any] = {}
+        if world_size > 1:
+            ranks = await self.load(self.setup.cores.trainer_ranks)
+            extra["ranks"] = ranks(rank=self._rank, world_size=world_size, init_method=meeting)
+        self._trainer = await self._in_train_thread(
+            functools.partial(core, self.setup.config, self.setup.model_path, **extra)
+        )
+        return await self._in_train_thread(self._trainer.start, checkpoint)
+
+    @boundary
+    async def train_step(self, request: TrainRequest) -> TrainResult:
+        """Fetch the trajectories and train on them."""
+        return await self._in_train_thread(self._train, request)
+
+    @boundary
+    async def publish(self, version: int) -> tuple[int, Any]:
+        """Two returns: size in bytes, and the weights, which stay in shared memory."""
+        bundle = await self._in_train_thread(self._trainer.export_weights)
+        return (bundle.num_bytes, bundle) if self._rank == 0 else (0, None)
+
+    @boundary
+    async def publish_restored(self, version: int) -> tuple[int, Any]:
+        """As `publish`, of the weights that the checkpoint carries beside the trainer's. Rank 0."""
+        bundle = await self._in_train_thread(self._trainer.restored_weights)
+        return bundle.num_bytes, bundle
+
+    @boundary
+    async def copy_state(self, step: int) -> None:
+        """Copy in memory, between two steps."""
+        await self._in_train_thread(self._trainer.copy_state, step)
+
+    @boundary
+    async def write_state(
+        self, step: int, folder: Path, refs: Sequence[Ref], published: "WeightBundle | None"
+    ) -> None:
+        """Write the copy, beside training. Rank 0 only."""
+        await self._in_write_thread(self._write, step, folder, refs, published)
+
+    @boundary
+    async def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> Answer:
+        """As many returns as groups, each a `list[Trajectory]`."""
+        read = await self.load(self.setup.cores.read_trajectories)
+        path = folder / await self.load(self.setup.cores.trajectories_file)
+        groups = await self._in_write_thread(read, path, group_ids)
+        return groups[0] if len(group_ids) == 1 else tuple(groups)
+
+    def _train(self, request: TrainRequest) -> TrainResult:
+        return self._trainer.train_step(request, _fetch(request.payloads))
+
+    def _write(
+        self, step: int, folder: Path, refs: Sequence[Ref], published: "WeightBundle | None"
+    ) -> None:
+        extra = {} if published is None else {"published": published}
+        self._trainer.write_state(step, folder, _fetch(refs), **extra)
+
+    async def _in_train_thread(self, call: Callable[..., R], *args: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._train_thread, call, *args)
+
+    async def _in_write_thread(self, call: Callable[..., R], *args: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._write_thread, call, *args)
+
+
+def _fetch(refs: Sequence[Ref]) -> list[list[Trajectory]]:
+    """Resolve payloads, in a thread where waiting blocks nobody."""
+    return _ray.get(list(refs))
+
+
+def _redirect_output(path: Path) -> None:
+    """Append this process's stdout and stderr to a file, if its folder exists on this node."""
+    if not path.parent.is_dir():
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,208 @@
+"""The Protocols `Replica`, `RolloutWorker` and `Trainer` over remote processes."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from freewheel.backends.ray.process import RemoteProcess
+from freewheel.backends.ray.translate import Answer
+from freewheel.errors import InvariantError
+from freewheel.protocols import Replica
+from freewheel.types import (
+    DatasetInfo,
+    GroupRequest,
+    GroupResult,
+    PromptInfo,
+    Purpose,
+    Ref,
+    ReplicaStats,
+    Split,
+    TrainerInfo,
+    TrainRequest,
+    TrainResult,
+    Weights,
+)
+
+R = TypeVar("R")
+
+
+class RayReplica:
+    """Protocol `Replica` over a `ReplicaActor`."""
+
+    def __init__(self, replica_id: int, process: RemoteProcess) -> None:
+        self._replica_id = replica_id
+        self.process = process
+
+    @property
+    def replica_id(self) -> int:
+        """Number of the replica."""
+        return self._replica_id
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on its node, once it runs."""
+        return self.process.pid
+
+    @property
+    def waiting_for(self) -> str:
+        """What a start in progress waits for."""
+        return self.process.waiting_for
+
+    async def start(self) -> None:
+        """Place the process and build the engine."""
+        await self.process.place()
+        await self.process.start()
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Activate a version; the weights go from the trainer's node to the replica's directly."""
+        await self.process.call("update_weights", weights.version, weights.ref)
+
+    async def stats(self) -> ReplicaStats:
+        """Counters of the engine."""
+        return await self.process.call("stats")
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+
+
+class RayRolloutWorker:
+    """Protocol `RolloutWorker` over a `RolloutWorkerActor`."""
+
+    def __init__(self, worker_id: int, process: RemoteProcess) -> None:
+        self._worker_id = worker_id
+        self.process = process
+
+    @property
+    def worker_id(self) -> int:
+        """Number of the worker."""
+        return self._worker_id
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on its node, once it runs."""
+        return self.process.pid
+
+    @property
+    def waiting_for(self) -> str:
+        """What a start in progress waits for."""
+        return self.process.waiting_for
+
+    async def start(self) -> dict[Split, DatasetInfo]:
+        """Place the process, open the data, import the user's code."""
+        await self.process.place()
+        return await self.process.start()
+
+    async def prepare(self, split: Split, indices: Sequence[int]) -> list[PromptInfo]:
+        """Render and tokenize prompts."""
+        return await self.process.call("prepare", split, list(indices))
+
+    async def run_group(self, request: GroupRequest, replica: Replica) -> GroupResult:
+        """Run a group; its trajectories stay out of this process, and outlive the worker's."""
+        if not isinstance(replica, RayReplica):
+            raise InvariantError(f"a replica of another backend: {replica!r}")
+        generator = replica.process
+        outcomes, payload = self.process.submit(
+            "run_group", request, generator.handle, generator.name, num_returns=2
+        )
+        return GroupResult(
+            request_id=request.request_id,
+            outcomes=await self.process.answer(outcomes, "run_group"),
+            payload=payload if request.purpose is Purpose.TRAINING else None,
+        )
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+
+
+class RayTrainer:
+    """Protocol `Trainer` over one `TrainerActor` a rank; rank 0 answers for all."""
+
+    def __init__(self, ranks: Sequence[RemoteProcess]) -> None:
+        self.ranks = tuple(ranks)
+        self._first = self.ranks[0]
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of rank 0 on its node, once it runs."""
+        return self._first.pid
+
+    @property
+    def waiting_for(self) -> str:
+        """What a start in progress waits for."""
+        return "; ".join(rank.waiting_for for rank in self.ranks if rank.waiting_for)
+
+    async def start(self, checkpoint: Path | None) -> TrainerInfo:
+        """Place all ranks, let them meet, build model and optimizer."""
+        try:
+            await _together(rank.place() for rank in self.ranks)
+            meeting = await self._first.call("rendezvous") if len(self.ranks) > 1 else ""
+            infos = await _together(
+                rank.start(checkpoint, len(self.ranks), meeting) for rank in self.ranks
+            )
+        except BaseException:
+            self.kill()
+            raise
+        return infos[0]
+
+    async def train_step(self, request: TrainRequest) -> TrainResult:
+        """The same request to every rank."""
+        return (await self._all("train_step", request))[0]
+
+    async def publish(self, version: int) -> Weights:
+        """All ranks gather; rank 0 puts the weights into shared memory, and none come here."""
+        pairs = [rank.submit("publish", version, num_returns=2) for rank in self.ranks]
+        sizes = await _together(
+            rank.answer(size, "publish") for rank, (size, _) in zip(self.ranks, pairs, strict=True)
+        )
+        return Weights(version=version, num_bytes=sizes[0], ref=pairs[0][1])
+
+    async def publish_restored(self, version: int) -> Weights:
+        """Publish the version that the checkpoint carries beside the trainer's own weights."""
+        size, ref = self._first.submit("publish_restored", version, num_returns=2)
+        num_bytes = await self._first.answer(size, "publish_restored")
+        return Weights(version=version, num_bytes=num_bytes, ref=ref)
+
+    async def copy_state(self, step: int) -> None:
+        """Copy in memory, on every rank."""
+        await self._all("copy_state", step)
+
+    async def write_state(
+        self,
+        step: int,
+        folder: Path,
+        trajectories: Sequence[Ref],
+        published: Weights | None = None,
+    ) -> None:
+        """Rank 0 has the whole copy and writes it, with what replicas hold if that differs."""
+        weights = None if published is None else published.ref
+        await self._first.call("write_state", step, folder, tuple(trajectories), weights)
+
+    def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
+        """References at once; an error of reading reaches whoever uses one."""
+        if not group_ids:
+            return []
+        refs = self._first.submit(
+            "load_trajectories", folder, list(group_ids), num_returns=len(group_ids)
+        )
+        return [refs] if len(group_ids) == 1 else list(refs)
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for rank in self.ranks:
+            rank.kill()
+
+    async def _all(self, method: str, *args: object) -> list[Answer]:
+        return await _together(rank.call(method, *args) for rank in self.ranks)
+
+
+async def _together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Await calls side by side; the first error cancels the others and is raised by itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call, name=f"rank-{i}") for i, call in enumerate(calls)]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
