@@ -250,13 +250,14 @@ class AsyncEngine:
             try:
                 command = self._commands.get(block=not engine.can_step)
             except queue.Empty:
-                self._deliver(engine.step())
+                ended = engine.step()
+                # First the counters, then the results: whoever has the results sees them counted.
                 self._stats = engine.stats()
+                self._deliver(ended)
                 continue
             if isinstance(command, _Stop):
                 return command
             self._run(engine, command)
-            self._stats = engine.stats()
 
     def _run(self, engine: TorchEngine, command: _Generate | _Abort | _Update) -> None:
         """Run one command; an error of ours is its caller's, any other one ends the thread."""
@@ -266,9 +267,12 @@ class AsyncEngine:
                     self._take(engine, command)
                     return
                 case _Abort():
-                    self._deliver(engine.abort(command.request_ids, command.reason))
+                    ended = engine.abort(command.request_ids, command.reason)
+                    self._stats = engine.stats()
+                    self._deliver(ended)
                 case _Update():
                     engine.update_weights(command.version, command.bundle)
+                    self._stats = engine.stats()
         except FreewheelError as error:
             self._reject(command.future, error)
         except BaseException as error:
@@ -288,6 +292,7 @@ class AsyncEngine:
             engine.abort(added)
             raise
         self._calls.update(dict.fromkeys(added, call))
+        self._stats = engine.stats()
 
     def _deliver(self, generations: Sequence[Generation]) -> None:
         for generation in generations:

@@ -77,6 +77,11 @@ class TorchEngine:
         """Whether a step would compute anything."""
         return self._version != NO_WEIGHTS and self._scheduler.has_work
 
+    @property
+    def has_prefills(self) -> bool:
+        """Whether any request has yet to get its first token, or its keys and values anew."""
+        return bool(self._scheduler.waiting or self._scheduler.prefilling)
+
     def stats(self) -> ReplicaStats:
         """Counters since the start."""
         return ReplicaStats(
