@@ -23,7 +23,6 @@ from freewheel.weights import pack_weights
 pytestmark = pytest.mark.asyncio
 
 
-
 def _settings(**rollout):
     return config(max_response_length=440, **rollout)
 
@@ -127,9 +126,7 @@ async def test_bad_weights_are_their_senders_error(tmp_path):
 
 async def test_abort_ends_a_request_with_its_tokens(tmp_path, slow_steps):
     async with _engine(tmp_path) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(
-            engine.generate([request("a", [5], max_tokens=400)], timeout_s=30)
-        )
+        call = group.create_task(engine.generate([request("a", [5], max_tokens=400)], timeout_s=30))
         slow_steps.release(3)
         await _until(lambda: engine.stats().num_generated_tokens == 3)
         await engine.abort(["a", "unknown"])

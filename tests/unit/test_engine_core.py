@@ -51,9 +51,7 @@ def _assert_logprobs(model, prompt, generation, sampling):
 def test_logprobs_are_those_of_a_forward_pass(name, fast, tmp_path):
     engine, model = make_engine(name, tmp_path, fast=fast), make_model(name)
     texts = prompts(6)
-    requests = [
-        request(str(i), prompt, seed=i, **FILTERS[i]) for i, prompt in enumerate(texts)
-    ]
+    requests = [request(str(i), prompt, seed=i, **FILTERS[i]) for i, prompt in enumerate(texts)]
     results = run(engine, requests)
     for item, prompt in zip(requests, texts, strict=True):
         generation = results[item.request_id]
@@ -182,8 +180,9 @@ def test_lengths_beyond_the_positions_of_the_model_are_refused_at_the_start(tmp_
 
 @pytest.mark.parametrize("stage", ["waiting", "prefilling", "running"])
 def test_abort_returns_the_tokens_so_far(stage, tmp_path):
-    engine, model = make_engine("llama_tied", tmp_path, max_prefill_tokens=8), make_model(
-        "llama_tied"
+    engine, model = (
+        make_engine("llama_tied", tmp_path, max_prefill_tokens=8),
+        make_model("llama_tied"),
     )
     engine.add(request("a", [4, 5, 6], max_tokens=30))
     engine.add(request("b", list(range(3, 33)), max_tokens=30))
