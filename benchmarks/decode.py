@@ -123,7 +123,7 @@ def main():
     )
     args = parser.parse_args()
     if args.cpu_time:
-        global CLOCK  # noqa: PLW0603  # one setting of the whole script
+        global CLOCK
         CLOCK = time.process_time
     torch.set_num_threads(args.threads)
     settings = Config(

@@ -48,7 +48,6 @@ class Linear:
             and self._dtype == torch.float32
             and sum(weight.numel() for weight in weights) >= _PACK_MIN_ELEMENTS
             and torch.backends.mkldnn.is_available()
-            and torch.backends.mkldnn.enabled
         )
 
     def _copy(self, parts: Sequence[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:

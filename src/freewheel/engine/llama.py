@@ -9,6 +9,7 @@ queries and keys are permuted alike.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +26,18 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 def is_llama_like(model: HFObject) -> bool:
     """Whether this model computes exactly what `LlamaDecoder` does."""
     config = model.config
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    rope: dict[str, Any] = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    kinds: list[str] = getattr(config, "layer_types", None) or []
     windowed = getattr(config, "sliding_window", None) is not None and getattr(
         config, "use_sliding_window", True
     )
-    return (
+    return bool(
         type(model).__name__ in _CLASSES
         and type(model).__module__.startswith("transformers.models.")
         and config.hidden_act == "silu"
-        and kinds == {"full_attention"}
+        and set(kinds) <= {"full_attention"}
         and not windowed
         and rope.get("rope_type", rope.get("type", "default")) in _ROPE_TYPES
         and rope.get("partial_rotary_factor", 1.0) == 1.0
@@ -45,13 +48,13 @@ class _Layer:
     """Weights of one layer."""
 
     def __init__(self, decoder: "LlamaDecoder") -> None:
-        options = {"dtype": decoder.dtype, "device": decoder.device}
-        self.qkv = Linear(**options)
-        self.out = Linear(**options)
-        self.gate_up = Linear(**options)
-        self.down = Linear(**options)
-        self.norm_in = torch.empty(decoder.hidden_size, **options)
-        self.norm_mlp = torch.empty(decoder.hidden_size, **options)
+        dtype, device = decoder.dtype, decoder.device
+        self.qkv = Linear(dtype=dtype, device=device)
+        self.out = Linear(dtype=dtype, device=device)
+        self.gate_up = Linear(dtype=dtype, device=device)
+        self.down = Linear(dtype=dtype, device=device)
+        self.norm_in = torch.empty(decoder.hidden_size, dtype=dtype, device=device)
+        self.norm_mlp = torch.empty(decoder.hidden_size, dtype=dtype, device=device)
         self.norm_q: torch.Tensor | None = None
         self.norm_k: torch.Tensor | None = None
 
@@ -137,7 +140,8 @@ class LlamaDecoder:
         qkv = layer.qkv(h_TE).view(len(h_TE), -1, self.head_dim)
         qk = qkv[:, : self.num_heads + self.num_kv_heads]
         if layer.norm_q is not None:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+            q = qk.narrow(1, 0, self.num_heads)
+            k = qk.narrow(1, self.num_heads, self.num_kv_heads)
             q.copy_(F.rms_norm(q, (self.head_dim,), layer.norm_q, self._eps))
             k.copy_(F.rms_norm(k, (self.head_dim,), layer.norm_k, self._eps))
         wide = qk if self.dtype == torch.float32 else qk.float()
@@ -153,14 +157,14 @@ class LlamaDecoder:
         count, end = len(decode.lengths), decode.rows.end
         heads, kv_heads = self.num_heads, self.num_kv_heads
         rows = decode.rows.joint(index).narrow(0, 0, count)
-        queries, new = qkv.narrow(0, 0, count).split([heads, 2 * kv_heads], dim=1)
-        rows.select(2, end).copy_(new)
+        qkv = qkv.narrow(0, 0, count)
+        rows.select(2, end).copy_(qkv.narrow(1, heads, 2 * kv_heads))
         longest = max(decode.lengths)
-        keys, values = rows.narrow(2, end + 1 - longest, longest).split(kv_heads, dim=1)
+        seen = rows.narrow(2, end + 1 - longest, longest)
         mixed = F.scaled_dot_product_attention(
-            queries.view(count, kv_heads, -1, self.head_dim),
-            keys,
-            values,
+            qkv.narrow(1, 0, heads).view(count, kv_heads, -1, self.head_dim),
+            seen.narrow(1, 0, kv_heads),
+            seen.narrow(1, kv_heads, kv_heads),
             attn_mask=mask,
             scale=self._scale,
         )
