@@ -1,0 +1,130 @@
+"""Sampling: from logits to tokens and the log-probabilities under which they were drawn.
+
+N rows, V vocabulary. Each token takes one uniform number that depends on its request's seed and
+its position alone, and inverts the cumulative distribution with it. So a request's tokens do not
+depend on what else is in the batch (beyond the rounding of the model's own logits).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from freewheel.engine.request import Request
+from freewheel.types import SamplingParams
+
+_NUM_CANDIDATES = 1024
+"""Top-p looks at so many likeliest tokens first; sorting a whole vocabulary costs far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens and log-probabilities of N requests. A logprob is NaN where the logits are."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position): a counter-based generator.
+
+    Source: two rounds of the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+    """
+    seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
+    position = np.array(positions, dtype=np.uint64)
+    bits = _mix(_mix(seed) + position * np.uint64(0x9E3779B97F4A7C15))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(logits_NV: torch.Tensor, requests: Sequence[Request]) -> Sampled:
+    """Draw one token for each request.
+
+    Args:
+        logits_NV: (N, V), any float type; may be overwritten.
+        requests: N requests, in the order of the rows.
+
+    Returns:
+        Log-probabilities are those of the distribution that was drawn from, after temperature and
+        filters; for a greedy request those of the model itself (temperature 1, no filter).
+    """
+    logits = logits_NV.float()
+    draws = uniforms([r.seed for r in requests], [r.length for r in requests])
+    draws_N = torch.from_numpy(draws).to(logits.device)
+    groups: dict[tuple[float, float, int, float], list[int]] = {}
+    for row, request in enumerate(requests):
+        groups.setdefault(_key(request.sampling), []).append(row)
+    if len(groups) == 1:
+        tokens, logprobs = _draw(logits, draws_N, requests[0].sampling)
+        return Sampled(tokens.tolist(), logprobs.tolist())
+    token_ids, all_logprobs = [0] * len(requests), [0.0] * len(requests)
+    for rows in groups.values():
+        index = torch.tensor(rows, device=logits.device)
+        drawn = _draw(logits[index], draws_N[index], requests[rows[0]].sampling)
+        for row, token, logprob in zip(rows, drawn[0].tolist(), drawn[1].tolist(), strict=True):
+            token_ids[row], all_logprobs[row] = token, logprob
+    return Sampled(token_ids, all_logprobs)
+
+
+def _draw(
+    logits_NV: torch.Tensor, draws_N: torch.Tensor, sampling: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (N,) and logprobs (N,) of rows that share their sampling parameters."""
+    if sampling.temperature == 0:
+        top = logits_NV.max(dim=-1)
+        return top.indices, top.values - torch.logsumexp(logits_NV, dim=-1)
+    if sampling.temperature != 1:
+        logits_NV = logits_NV.div_(sampling.temperature)
+    logits_NV = _filter(logits_NV, sampling)
+    shifted_NV = logits_NV.sub_(logits_NV.amax(dim=-1, keepdim=True))
+    cumulative_NV = shifted_NV.exp().cumsum(dim=-1)
+    total_N = cumulative_NV[:, -1]
+    # The largest number below the total: a token of probability 0 at the end is never drawn.
+    limit_N = torch.nextafter(total_N, torch.zeros_like(total_N))
+    target_N = torch.minimum((draws_N * total_N).to(total_N.dtype), limit_N)
+    tokens_N1 = torch.searchsorted(cumulative_NV, target_N.unsqueeze(1), right=True)
+    tokens_N1 = tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
+    return tokens_N1.squeeze(1), shifted_NV.gather(1, tokens_N1).squeeze(1) - total_N.log()
+
+
+def _filter(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Top-k, then top-p over what it leaves, then min-p: removed tokens become -inf."""
+    if 0 < sampling.top_k < logits_NV.shape[1]:
+        kth_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits_NV = logits_NV.masked_fill_(logits_NV < kth_N1, -torch.inf)
+    if sampling.top_p < 1:
+        logits_NV = _filter_top_p(logits_NV, sampling.top_p)
+    if sampling.min_p > 0:
+        floor_N1 = logits_NV.amax(dim=-1, keepdim=True) + float(np.log(sampling.min_p))
+        logits_NV = logits_NV.masked_fill_(logits_NV < floor_N1, -torch.inf)
+    return logits_NV
+
+
+def _filter_top_p(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the smallest set of likeliest tokens whose probability reaches `top_p`.
+
+    Source: Holtzman et al., The Curious Case of Neural Text Degeneration, section 3.1.
+    """
+    total_N1 = torch.logsumexp(logits_NV, dim=-1, keepdim=True)
+    count = min(_NUM_CANDIDATES, logits_NV.shape[1])
+    top_NK, index_NK = logits_NV.topk(count, dim=-1)
+    probs_NK = (top_NK - total_N1).exp()
+    if count < logits_NV.shape[1] and bool((probs_NK.sum(dim=-1) < top_p).any()):
+        top_NK, index_NK = logits_NV.sort(dim=-1, descending=True)
+        probs_NK = (top_NK - total_N1).exp()
+    before_NK = probs_NK.cumsum(dim=-1) - probs_NK
+    kept_NK = top_NK.masked_fill(before_NK >= top_p, -torch.inf)
+    return torch.full_like(logits_NV, -torch.inf).scatter_(1, index_NK, kept_NK)
+
+
+def _key(sampling: SamplingParams) -> tuple[float, float, int, float]:
+    if sampling.temperature == 0:
+        return (0.0, 1.0, 0, 0.0)
+    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
