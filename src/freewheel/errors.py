@@ -15,6 +15,7 @@
     ├── InvariantError                  8   our own bug: the books do not add up
     ├── DataError                       9   the data cannot be read, or no usable prompt is left
     ├── LoopEndedError                 10   a loop of the controller ended before the run did
+    ├── RecordError                    11   the run's records cannot be written or read
     └── RolloutError                    -   one rollout failed: data, never the end of a run
 
 130 and 143 are the shell's codes for SIGINT and SIGTERM.
@@ -39,6 +40,7 @@ class FailureClass(StrEnum):
     LOST_WORKER = "lost_worker"
     LOST_REPLICA = "lost_replica"
     WRONG_VERSION = "wrong_version"
+    GROUP = "group"
 
 
 class FreewheelError(Exception):
@@ -111,6 +113,12 @@ class LoopEndedError(FreewheelError):
     """A loop of the controller returned before shutdown began."""
 
     exit_code = 10
+
+
+class RecordError(FreewheelError):
+    """The files of the run folder, or what a logger keeps, cannot be written or read."""
+
+    exit_code = 11
 
 
 class RolloutError(FreewheelError):

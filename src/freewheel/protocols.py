@@ -137,13 +137,24 @@ class Trainer(Protocol):
         """Copy the current weights to where replicas can fetch them."""
         ...
 
+    async def publish_restored(self, version: int) -> Weights:
+        """Publish again the version that a checkpoint carries beside the trainer's own weights.
+
+        Needed when a checkpoint was taken between two publications: rollouts go on under the
+        version they had, not under the trainer's newer weights.
+        """
+        ...
+
     async def copy_state(self, step: int) -> None:
         """Copy model, optimizer, schedule and RNG in memory, to be written later."""
         ...
 
-    async def write_state(self, step: int, folder: Path, trajectories: Sequence[Ref]) -> None:
+    async def write_state(
+        self, step: int, folder: Path, trajectories: Sequence[Ref], published: Weights | None
+    ) -> None:
         """Write the copy taken at `step`, and these trajectories, into an existing folder.
 
+        `published` is the version that replicas hold, when it differs from the trainer's weights.
         Runs beside `train_step`. Frees the copy, also when it fails.
         """
         ...
@@ -161,7 +172,7 @@ class Backend(Protocol):
     """Places and starts worker processes. Making a proxy is instant; its `start` does the work."""
 
     async def start(self) -> None:
-        """Connect to, or start, the distributed engine."""
+        """Connect to, or start, the distributed engine. Called before anything else."""
         ...
 
     def replica(self, replica_id: int) -> Replica:
@@ -212,7 +223,7 @@ class Recorder(Protocol):
 class CheckpointStore(Protocol):
     """Folders of checkpoints: written aside, verified, renamed; `latest` moves last."""
 
-    def begin(self, step: int) -> Path:
+    async def begin(self, step: int) -> Path:
         """Make the temporary folder of a checkpoint."""
         ...
 
@@ -222,8 +233,4 @@ class CheckpointStore(Protocol):
         Raises:
             CheckpointError: with the path and the reason; the previous checkpoints are untouched.
         """
-        ...
-
-    def abandon(self, step: int) -> None:
-        """Forget an unfinished checkpoint."""
         ...

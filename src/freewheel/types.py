@@ -1,4 +1,4 @@
-"""The messages that roles pass to each other. All frozen; whoever builds one never changes it again.
+"""The messages that roles pass to each other. All frozen; nobody changes one once it is built.
 
 Vocabulary: a prompt gives a *group* of `rollout.n` *rollouts* (samples); each rollout that finishes
 gives a *trajectory* (its token record); trajectories of whole groups make a *batch*. A *policy

@@ -80,7 +80,7 @@ def pack_weights(
 
 
 def unpack_weights(bundle: WeightBundle) -> dict[str, torch.Tensor]:
-    """Views into the buffer by name. Never write to them: the memory may be shared and read-only."""
+    """Views into the buffer by name. Never write to them: the memory may be shared."""
     with warnings.catch_warnings():
         # torch warns of read-only memory; the promise not to write is this function's.
         warnings.simplefilter("ignore", UserWarning)

@@ -98,7 +98,8 @@ class RolloutConfig:
     reward_timeout_s: Seconds = 60.0
     """Wall-clock limit of one reward call, within `timeout_s`."""
     min_group_size: CountOrZero = 0
-    """A group with failed members is trained if at least so many finished; 0: all of them must."""
+    """A group with failed members is trained if at least so many finished; otherwise it counts as
+    failed and is replaced. 0: half of `n`, rounded up, at least 2."""
     retries: dict[FailureClass, CountOrZero] = field(
         default_factory=lambda: {
             FailureClass.ENVIRONMENT: 1,
@@ -194,6 +195,9 @@ class ActorConfig:
     """Number format of forward and backward (autocast); weights and optimizer stay float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer computes."""
+    num_gpus: NonNegative = 1.0
+    """GPUs that each rank takes, when it computes on GPUs. Below 1 it shares one with replicas that
+    take the rest (`rollout.num_gpus`)."""
     num_threads: Count = 1
     """OpenMP threads of each rank on a CPU."""
     gradient_checkpointing: bool = False
@@ -357,6 +361,8 @@ class HealthConfig:
     """From a stop signal to the end, the last checkpoint included."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    max_failed_groups_in_a_row: Count = 128
+    """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3
     """Failed groups of one prompt, over all epochs, before it is set aside."""
 
@@ -424,6 +430,13 @@ class Config:
     def groups_per_version(self) -> int:
         """Groups that are consumed between two publications of weights."""
         return self.groups_per_step * self.async_training.trigger_parameter_sync_step
+
+    @property
+    def min_group_size(self) -> int:
+        """Fewest finished members with which a group is trained."""
+        if self.rollout.min_group_size:
+            return self.rollout.min_group_size
+        return min(self.rollout.n, max(2, (self.rollout.n + 1) // 2))
 
     @property
     def max_slots(self) -> int:

@@ -1,0 +1,1 @@
+"""The command line. It imports no torch, ray or transformers: commands start in a moment."""

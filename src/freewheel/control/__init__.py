@@ -1,0 +1,1 @@
+"""The control plane: pure asyncio; no torch, no ray, no user code."""

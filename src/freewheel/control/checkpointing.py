@@ -1,0 +1,123 @@
+"""Checkpoints: a cut taken between two steps, written beside training.
+
+The control state of a cut is collected without an await, so that it is one moment; the trainer's
+part is copied in memory while the train loop waits; everything is written later, by this loop. At
+most two copies exist: one that is being written and one that waits.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from freewheel.config.sections import Config
+from freewheel.control.waits import Channel, Signal, WaitTable
+from freewheel.errors import CheckpointError
+from freewheel.protocols import CheckpointStore, Recorder, Trainer
+from freewheel.types import Ref, Weights
+
+MAX_COPIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutState:
+    """The control plane's part of a cut; the references keep its bulk data alive until written."""
+
+    control: dict[str, Any]
+    trajectories: Sequence[Ref]
+    published: Weights | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    step: int
+    state: CutState
+    taken_s: float
+
+
+class Checkpointer:
+    """Loop `checkpoint`. See the module's docstring."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        trainer: Trainer,
+        store: CheckpointStore,
+        collect: Callable[[], CutState],
+        waits: WaitTable,
+        recorder: Recorder,
+    ) -> None:
+        self.saved_steps: list[int] = []
+        self._config = config
+        self._trainer = trainer
+        self._store = store
+        self._collect = collect
+        self._waits = waits
+        self._recorder = recorder
+        self._changed = Signal()
+        self._jobs: Channel[_Job] = Channel(MAX_COPIES)
+        self._num_copies = 0
+
+    async def cut(self, step: int) -> None:
+        """Take the state of this moment. Called by the train loop between two steps."""
+        if self._num_copies >= MAX_COPIES:
+            with self._waits.waiting("train", "room for a checkpoint copy", holder="checkpoint"):
+                await self._changed.until(lambda: True if self._num_copies < MAX_COPIES else None)
+        state = self._collect()
+        self._num_copies += 1
+        limit_s = self._config.health.checkpoint_timeout_s
+        with self._waits.waiting("train", "checkpoint copy", holder="trainer", timeout_s=limit_s):
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._trainer.copy_state(step)
+            except TimeoutError as error:
+                raise CheckpointError(
+                    f"checkpoint of step {step}: not copied within {limit_s:g} s "
+                    "(health.checkpoint_timeout_s)"
+                ) from error
+        taken_s = asyncio.get_running_loop().time()
+        self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
+        self._recorder.event("checkpoint_cut", step=step)
+
+    async def run(self) -> None:
+        """Write cuts, one after the other.
+
+        Consumes: cuts of the train loop.
+        Produces: checkpoint folders; `latest` moves last.
+        Waits for: a cut; the trainer's writing; the disk.
+        Unblocked by: train; the disk; its own deadline.
+        """
+        async for job in self._jobs:
+            limit_s = self._config.health.checkpoint_timeout_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._write(job)
+            except TimeoutError as error:
+                raise CheckpointError(
+                    f"checkpoint of step {job.step}: not written within {limit_s:g} s "
+                    "(health.checkpoint_timeout_s); the previous one is untouched"
+                ) from error
+            self._num_copies -= 1
+            self._changed.notify()
+
+    async def _write(self, job: _Job) -> None:
+        with self._waits.waiting("checkpoint", f"write of step {job.step}", holder="trainer, disk"):
+            folder = await self._store.begin(job.step)
+            await self._trainer.write_state(
+                job.step, folder, job.state.trajectories, job.state.published
+            )
+            await self._recorder.flush()
+            path = await self._store.commit(job.step, job.state.control)
+        self.saved_steps.append(job.step)
+        self._recorder.event(
+            "checkpoint_saved",
+            step=job.step,
+            path=str(path),
+            wall_s=round(asyncio.get_running_loop().time() - job.taken_s, 6),
+        )
+
+    async def drain(self) -> None:
+        """Wait until every cut is written."""
+        with self._waits.waiting("end of the run", "checkpoints", holder="checkpoint"):
+            await self._changed.until(lambda: True if self._num_copies == 0 else None)

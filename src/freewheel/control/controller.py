@@ -1,0 +1,476 @@
+"""The controller: builds the roles, runs their loops in one task group, ends them by one path.
+
+A loop that raises, or returns before the end began, ends the run; the first cause decides the exit
+code. The same controller runs over Ray processes and, on a virtual clock, over fakes.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from freewheel.config.sections import Config
+from freewheel.control.checkpointing import Checkpointer, CutState
+from freewheel.control.feed import Feed
+from freewheel.control.group_runner import GroupRunner
+from freewheel.control.ledger import Ledger
+from freewheel.control.pool import Pool
+from freewheel.control.replica_loop import ReplicaLoop
+from freewheel.control.restarts import Restarts
+from freewheel.control.rollouter import Admission, Rollouter
+from freewheel.control.staleness import StalenessBound
+from freewheel.control.status_report import StatusReport
+from freewheel.control.train_loop import TrainLoop, TrainState
+from freewheel.control.validation import Due, Validator
+from freewheel.control.waits import Signal, WaitTable
+from freewheel.control.weight_store import WeightStore
+from freewheel.control.worker_pool import WorkerPool
+from freewheel.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    CheckpointError,
+    FreewheelError,
+    LoopEndedError,
+    StartupError,
+)
+from freewheel.protocols import Backend, CheckpointStore, Recorder
+from freewheel.status import RunStatus
+from freewheel.types import Split
+
+STOP_EXIT_CODES = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """A checkpoint to go on from: its folder and its control state."""
+
+    folder: Path
+    control: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateOnly:
+    """Score the trainer's initial weights, under this step and version in the records."""
+
+    step: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended. `summary` is the content of `summary.json`."""
+
+    status: str
+    exit_code: int
+    cause: str
+    summary: dict[str, Any]
+    error: BaseException | None
+
+
+class Controller:
+    """One run. See the module's docstring.
+
+    Args:
+        config: checked configuration.
+        backend: makes the worker processes, or fakes; started already.
+        recorder: takes the run's records.
+        checkpoints: where checkpoints go.
+        resume: go on from there; None: from the beginning.
+        validate_only: no training, one validation.
+        started_s: run time at which this process takes over (0 for a new run), in seconds.
+        on_status: is given the state of the run every `logging.interval_s`; must return at once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        backend: Backend,
+        recorder: Recorder,
+        checkpoints: CheckpointStore,
+        resume: ResumePoint | None = None,
+        validate_only: ValidateOnly | None = None,
+        started_s: float = 0.0,
+        on_status: Callable[[RunStatus], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.waits = WaitTable()
+        self._backend = backend
+        self._recorder = recorder
+        self._resume = resume
+        self._validate_only = validate_only
+        self._on_status = on_status
+        self._started_s = started_s
+        self._loop_began_s = asyncio.get_running_loop().time()
+        self._ending = False
+        self._cause: BaseException | None = None
+        self._stop_signal: str | None = None
+        self._stop_requested = asyncio.Event()
+        self._train_task: asyncio.Task[None] | None = None
+        self._carried_busy = (0.0, 0.0)
+        self._build(checkpoints)
+
+    # -- building -----------------------------------------------------------------------------
+
+    def _build(self, checkpoints: CheckpointStore) -> None:
+        config, waits, recorder, backend = self.config, self.waits, self._recorder, self._backend
+        changed, health = Signal(), self.config.health
+        self.store = WeightStore()
+        self.restarts = Restarts(health.max_restarts, recorder)
+        self.staleness = StalenessBound(
+            groups_per_version=config.groups_per_version,
+            threshold=config.async_training.staleness_threshold,
+            max_staleness=config.async_training.staleness_bound,
+        )
+        self.ledger = Ledger(
+            group_size=config.rollout.n,
+            max_prompt_failures=health.max_prompt_failures,
+            recorder=recorder,
+            now_s=self.now_s,
+            changed=changed,
+        )
+        dedicated = config.validation_mode == "dedicated" and bool(config.data.val_files)
+        self.pool = Pool(
+            num_shared=config.rollout.replicas,
+            num_dedicated=config.validation.dedicated_replicas if dedicated else 0,
+            capacity=config.async_training.concurrent_samples_per_replica,
+            partial_rollout=config.async_training.partial_rollout,
+            changed=changed,
+            now_s=self.now_s,
+        )
+        self.workers = WorkerPool(
+            config.rollout.num_workers,
+            backend=backend,
+            restarts=self.restarts,
+            health=health,
+            waits=waits,
+            recorder=recorder,
+            changed=changed,
+        )
+        self.replicas = [
+            ReplicaLoop(
+                replica_id,
+                backend=backend,
+                pool=self.pool,
+                store=self.store,
+                restarts=self.restarts,
+                health=health,
+                waits=waits,
+                recorder=recorder,
+            )
+            for replica_id in self.pool.slots
+        ]
+        runner = GroupRunner(
+            pool=self.pool, workers=self.workers, health=health, waits=waits, recorder=recorder
+        )
+        self.feed = Feed(config, workers=self.workers, waits=waits)
+        self.admission = Admission(
+            config, ledger=self.ledger, pool=self.pool, staleness=self.staleness, changed=changed
+        )
+        self.rollouter = Rollouter(
+            config,
+            feed=self.feed,
+            admission=self.admission,
+            ledger=self.ledger,
+            pool=self.pool,
+            runner=runner,
+            waits=waits,
+        )
+        self.validator = Validator(
+            config,
+            pool=self.pool,
+            store=self.store,
+            workers=self.workers,
+            runner=runner,
+            admission=self.admission,
+            waits=waits,
+            recorder=recorder,
+            now_s=self.now_s,
+            changed=changed,
+        )
+        self.trainer = backend.trainer()
+        self.checkpointer = Checkpointer(
+            config,
+            trainer=self.trainer,
+            store=checkpoints,
+            collect=self._collect_cut,
+            waits=waits,
+            recorder=recorder,
+        )
+        self.train = TrainLoop(
+            config,
+            trainer=self.trainer,
+            ledger=self.ledger,
+            pool=self.pool,
+            store=self.store,
+            staleness=self.staleness,
+            admission=self.admission,
+            rollouter=self.rollouter,
+            cuts=self.checkpointer,
+            validations=self.validator,
+            waits=waits,
+            recorder=recorder,
+        )
+
+        self._status_report = StatusReport(
+            config,
+            ledger=self.ledger,
+            rollouter=self.rollouter,
+            train=self.train,
+            validator=self.validator,
+            checkpointer=self.checkpointer,
+            waits=waits,
+        )
+
+    # -- running ------------------------------------------------------------------------------
+
+    def now_s(self) -> float:
+        """Seconds since the run's first start."""
+        return self._started_s + asyncio.get_running_loop().time() - self._loop_began_s
+
+    async def run(self) -> RunEnd:
+        """Run to the end, whatever the end."""
+        self._recorder.event("run_started", resumed_from=self._resume and str(self._resume.folder))
+        try:
+            await self._run_loops()
+        finally:
+            self._ending = True
+            self.trainer.kill()
+        end = self._end()
+        self._recorder.event("run_ended", status=end.status, exit_code=end.exit_code)
+        return end
+
+    def stop(self, signal_name: str) -> None:
+        """Stop admitting, checkpoint, end. Called on SIGINT (`SIGINT`) or SIGTERM (`SIGTERM`)."""
+        if self._stop_signal is None:
+            self._stop_signal = signal_name
+            self._recorder.event("stop_requested", signal=signal_name)
+            self.admission.hold(signal_name)
+            self.train.stop()
+            self._stop_requested.set()
+
+    async def _run_loops(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as root:
+                tasks = self._start_workers(root)
+                self._train_task = root.create_task(
+                    self._guard("train", self._train(root, tasks)), name="train"
+                )
+                tasks.append(root.create_task(self._limit_stop(), name="stop-limit"))
+                if self._on_status is not None:
+                    report = self._guard("report", self._report(self._on_status))
+                    tasks.append(root.create_task(report, name="report"))
+                await asyncio.wait([self._train_task])
+                self._ending = True
+                for task in tasks:
+                    task.cancel()
+        except* Exception as errors:  # noqa: BLE001 - kept as the cause that ends the run
+            if self._cause is None:
+                self._cause = _first_leaf(errors)
+
+    def _start_workers(self, root: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        loops: dict[str, Coroutine[Any, Any, None]] = {
+            **{replica.name: replica.run() for replica in self.replicas},
+            **{
+                f"rollout-worker-{i}": self.workers.run_worker(i)
+                for i in range(len(self.workers.slots))
+            },
+            "validate": self.validator.run(),
+            "checkpoint": self.checkpointer.run(),
+        }
+        return [root.create_task(self._guard(n, loop), name=n) for n, loop in loops.items()]
+
+    async def _guard(
+        self, name: str, loop: Coroutine[Any, Any, None], *, may_end: bool = False
+    ) -> None:
+        """Run one loop; remember the first failure of all loops, with the loop's name."""
+        try:
+            await loop
+            if not (may_end or name == "train" or self._ending):
+                self._refuse_end(name)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if self._cause is None:
+                self._cause = _first_leaf(error)
+                self._recorder.event("loop_failed", loop=name, error=repr(self._cause))
+            raise
+
+    @staticmethod
+    def _refuse_end(name: str) -> None:
+        raise LoopEndedError(f"loop {name} ended before the run did")
+
+    async def _train(self, root: asyncio.TaskGroup, tasks: list[asyncio.Task[None]]) -> None:
+        await self._start_trainer()
+        if self._validate_only is not None:
+            await self._validate(self._validate_only)
+            return
+        if self._resume is not None:
+            await self._restore(self._resume)
+        feed = self.feed.run(self.ledger.next_group_id)
+        for name, loop in (("feed", feed), ("rollouter", self.rollouter.run())):
+            tasks.append(root.create_task(self._guard(name, loop, may_end=True), name=name))
+        await self.train.begin(resumed=self._resume is not None)
+        await self.train.run()
+        await self.train.finish()
+        await self.checkpointer.drain()
+        if self._stop_signal is None:
+            await self.validator.drain()
+        self.ledger.check()
+
+    async def _validate(self, due: ValidateOnly) -> None:
+        self.train.state.step = due.step
+        await self.train.publish_only(due.version)
+        self.validator.request(step=due.step, version=due.version)
+        if self._stop_signal is None:
+            await self.validator.drain()
+
+    async def _start_trainer(self) -> None:
+        limit_s = self.config.health.startup_timeout_s
+        folder = self._resume and self._resume.folder
+        with self.waits.waiting("train", "the trainer's process and model", timeout_s=limit_s):
+            try:
+                async with asyncio.timeout(limit_s):
+                    info = await self.trainer.start(folder)
+            except TimeoutError as error:
+                raise StartupError(
+                    f"the trainer did not come up within {limit_s:g} s (health.startup_timeout_s)"
+                ) from error
+        self._recorder.event("trainer_up", **asdict(info))
+
+    async def _report(self, on_status: Callable[[RunStatus], None]) -> None:
+        """Say how the run stands.
+
+        Consumes: the state of all roles.
+        Produces: `RunStatus` every `logging.interval_s`.
+        Waits for: its timer.
+        Unblocked by: the clock.
+        """
+        while True:
+            on_status(self.status())
+            await asyncio.sleep(self.config.logging.interval_s)
+
+    def status(self) -> RunStatus:
+        """The state of the run now."""
+        if self._ending:
+            phase = "ended"
+        elif self._stop_signal is not None:
+            phase = "stopping"
+        else:
+            phase = "running" if self.store.latest is not None else "starting"
+        loop_s = asyncio.get_running_loop().time()
+        return self._status_report.build(phase=phase, now_s=self.now_s(), loop_s=loop_s)
+
+    async def _limit_stop(self) -> None:
+        """After a stop was asked for, wait for its limit at most."""
+        await self._stop_requested.wait()
+        limit_s = self.config.health.shutdown_timeout_s
+        await asyncio.sleep(limit_s)
+        self._recorder.event("stop_overdue", limit_s=limit_s, waits=self.waits.describe())
+        if self._train_task is not None:
+            self._train_task.cancel()
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def _collect_cut(self) -> CutState:
+        """The control plane's state of this moment. No await, so that it is one moment."""
+        train = self.train.state
+        ready = [group for group in self.ledger.open.values() if group.ready]
+        datasets = self.workers.datasets or {}
+        train_data = datasets.get(Split.TRAIN)
+        control = {
+            "format": 1,
+            "structure": structure(self.config),
+            "data_fingerprint": train_data and train_data.fingerprint,
+            "train": asdict(train),
+            "ledger": self.ledger.state(),
+            "staleness": self.staleness.state(),
+            "validations": self.validator.state(),
+            "num_rows": self._recorder.num_rows(),
+            "num_validations": self.validator.num_recorded,
+            "checkpoints": list(self.checkpointer.saved_steps),
+            "run_s": self.now_s(),
+            "busy_s": self._busy_and_total_s(),
+        }
+        between = train.steps_since_publish % self.train.trigger != 0
+        return CutState(
+            control=control,
+            trajectories=tuple(ref for group in ready for ref in group.payloads),
+            published=self.store.latest if between else None,
+        )
+
+    async def _restore(self, resume: ResumePoint) -> None:
+        control = resume.control
+        info = await self.workers.dataset(Split.TRAIN, "train")
+        if info is not None and control["data_fingerprint"] != info.fingerprint:
+            raise CheckpointError(
+                f"{resume.folder}: its training data had fingerprint "
+                f"{control['data_fingerprint']}, data.train_files has {info.fingerprint} now"
+            )
+        self.train.state = TrainState(**control["train"])
+        self.staleness.restore(control["staleness"])
+        self.ledger.restore(
+            control["ledger"], lambda ids: self.trainer.load_trajectories(resume.folder, ids)
+        )
+        self.validator.num_recorded = control["num_validations"]
+        self.checkpointer.saved_steps = [*control["checkpoints"], self.train.state.step]
+        self._carried_busy = tuple(control["busy_s"])
+        for due in control["validations"]:
+            self.validator.skip(Due(**due), "the run was resumed; its policy version is gone")
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _busy_and_total_s(self) -> tuple[float, float]:
+        busy_s, total_s = self._carried_busy
+        elapsed_s = asyncio.get_running_loop().time() - self._loop_began_s
+        shared = self.config.rollout.replicas
+        return busy_s + self.pool.busy_s(), total_s + elapsed_s * shared
+
+    def _end(self) -> RunEnd:
+        error = self._cause
+        if error is not None:
+            status, cause = "failed", f"{type(error).__name__}: {error}"
+            exit_code = error.exit_code if isinstance(error, FreewheelError) else 1
+        elif self._stop_signal is not None:
+            status, cause = "stopped", self._stop_signal
+            exit_code = STOP_EXIT_CODES[self._stop_signal]
+        else:
+            status, cause, exit_code = "completed", "", 0
+        busy_s, total_s = self._busy_and_total_s()
+        summary = {
+            "status": status,
+            "exit_code": exit_code,
+            "cause": cause,
+            "steps": self.train.state.step,
+            "policy_version": self.train.state.version,
+            "samples": self.ledger.counts(),
+            "failures": self.ledger.failures(),
+            "wall_s": round(self.now_s(), 3),
+            "trainer_wait_s": {k: round(v, 6) for k, v in self.train.state.wait_s.items()},
+            "rollout_idle_ratio": round(1 - busy_s / total_s, 6) if total_s else 0.0,
+            "validations": self.validator.num_recorded,
+            "checkpoints": self.checkpointer.saved_steps,
+            "restarts": self.restarts.count,
+        }
+        return RunEnd(status=status, exit_code=exit_code, cause=cause, summary=summary, error=error)
+
+
+def structure(config: Config) -> dict[str, Any]:
+    """The configuration keys that a resumed run cannot change."""
+    return {
+        "rollout.n": config.rollout.n,
+        "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
+        "async_training.require_batches": config.async_training.require_batches,
+        "async_training.trigger_parameter_sync_step": (
+            config.async_training.trigger_parameter_sync_step
+        ),
+        "data.shuffle": config.data.shuffle,
+        "trainer.seed": config.trainer.seed,
+    }
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

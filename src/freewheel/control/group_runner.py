@@ -1,0 +1,105 @@
+"""One request to run a group's members: on a leased replica, by a rollout worker, in time.
+
+Shared by training rollouts and validation. A failure of a member comes back as its outcome; a
+worker that does not answer by deadline plus grace is reported lost, and so is a replica that a
+worker could not reach.
+"""
+
+import asyncio
+from itertools import count
+
+from freewheel.config.sections import HealthConfig
+from freewheel.control.pool import Lease, Pool
+from freewheel.control.waits import WaitTable
+from freewheel.control.worker_pool import WorkerPool
+from freewheel.errors import FailureClass, InvariantError, RolloutWorkerLostError
+from freewheel.protocols import Recorder
+from freewheel.types import GroupRequest, GroupResult, Member, RolloutOutcome, SamplingParams, Split
+
+
+class GroupRunner:
+    """Runs group requests. Holds no state but the counter of request ids."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        workers: WorkerPool,
+        health: HealthConfig,
+        waits: WaitTable,
+        recorder: Recorder,
+    ) -> None:
+        self._pool = pool
+        self._workers = workers
+        self._health = health
+        self._waits = waits
+        self._recorder = recorder
+        self._request_ids = count()
+
+    async def run(
+        self,
+        lease: Lease,
+        *,
+        group_id: int,
+        split: Split,
+        prompt_index: int,
+        members: tuple[Member, ...],
+        sampling: SamplingParams,
+        timeout_s: float,
+    ) -> GroupResult:
+        """Run the members; each has an outcome in the result, whatever happened."""
+        request = GroupRequest(
+            request_id=f"{lease.purpose}-{next(self._request_ids)}",
+            group_id=group_id,
+            split=split,
+            purpose=lease.purpose,
+            prompt_index=prompt_index,
+            members=members,
+            sampling=sampling,
+            timeout_s=timeout_s,
+        )
+        result = await self._call(lease, request)
+        _check_result(request, result)
+        self._notice_lost_replica(lease, result)
+        return result
+
+    async def _call(self, lease: Lease, request: GroupRequest) -> GroupResult:
+        worker = await self._workers.choose(lease.holder)
+        limit_s = request.timeout_s + self._health.grace_s
+        holder = f"rollout-worker-{worker.worker_id}, replica-{lease.replica_id}"
+        self._workers.began_call(worker)
+        try:
+            with self._waits.waiting(lease.holder, "rollouts", holder=holder, timeout_s=limit_s):
+                async with asyncio.timeout(limit_s):
+                    return await worker.run_group(request, lease.replica)
+        except TimeoutError:
+            reason = f"no answer within {limit_s:g} s ({lease.holder})"
+        except RolloutWorkerLostError as error:
+            reason = str(error)
+        finally:
+            self._workers.ended_call(worker)
+        self._workers.report_lost(worker, reason)
+        return _all_failed(request, FailureClass.LOST_WORKER, reason)
+
+    def _notice_lost_replica(self, lease: Lease, result: GroupResult) -> None:
+        lost = [o for o in result.outcomes if o.failure is FailureClass.LOST_REPLICA]
+        if lost and self._pool.down(lease.replica_id, lease.incarnation):
+            self._recorder.event("replica_lost", replica=lease.replica_id, reason=lost[0].message)
+
+
+def _all_failed(request: GroupRequest, failure: FailureClass, message: str) -> GroupResult:
+    outcomes = tuple(
+        RolloutOutcome(sample_id=m.sample_id, attempt=m.attempt, failure=failure, message=message)
+        for m in request.members
+    )
+    return GroupResult(request_id=request.request_id, outcomes=outcomes, payload=None)
+
+
+def _check_result(request: GroupRequest, result: GroupResult) -> None:
+    asked = [(m.sample_id, m.attempt) for m in request.members]
+    given = [(o.sample_id, o.attempt) for o in result.outcomes]
+    if result.request_id != request.request_id or sorted(asked) != sorted(given):
+        raise InvariantError(
+            f"request {request.request_id} for {asked} was answered by {result.request_id} "
+            f"with {given}"
+        )

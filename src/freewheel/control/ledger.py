@@ -1,0 +1,356 @@
+"""The books: every issued sample ends as exactly one of trained, filtered, failed, set aside.
+
+The ledger owns all open groups (started or finished, not yet trained) and the counts of the closed
+ones; it writes a row to `samples.jsonl` when a sample's fate is known. Roles change it through its
+methods only, on the event loop's thread. Its state is part of every checkpoint.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from freewheel.control.staleness import Candidate
+from freewheel.control.waits import Signal
+from freewheel.errors import FailureClass, InvariantError
+from freewheel.protocols import Recorder
+from freewheel.types import Member, PromptInfo, Ref, RolloutOutcome
+
+
+class Fate(StrEnum):
+    """How a sample ends."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    SET_ASIDE = "set_aside"
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """One open group. `start_version` bounds the versions of all its tokens from below."""
+
+    group_id: int
+    epoch: int
+    prompt_index: int
+    num_prompt_tokens: int
+    start_version: int
+    started_s: float
+    ended_s: float = 0.0
+    ready: bool = False
+    attempts: list[int] = field(default_factory=list[int])
+    outcomes: dict[int, RolloutOutcome] = field(default_factory=dict[int, RolloutOutcome])
+    payloads: list[Ref] = field(default_factory=list[Ref])
+
+    def sample_id(self, index: int) -> str:
+        """Id of the group's sample with this number."""
+        return f"{self.group_id}-{index}"
+
+    @property
+    def finished(self) -> list[RolloutOutcome]:
+        """Outcomes of the finished members, by their number."""
+        return [o for _, o in sorted(self.outcomes.items()) if o.failure is None]
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token; while it runs, the version that it started under."""
+        if not self.ready:
+            return self.start_version
+        return min(outcome.min_version for outcome in self.finished)
+
+    def unfinished(self) -> list[int]:
+        """Numbers of the members that have not finished."""
+        return [
+            index
+            for index in range(len(self.attempts))
+            if index not in self.outcomes or self.outcomes[index].failure is not None
+        ]
+
+
+class Ledger:
+    """All samples of a run. See the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        max_prompt_failures: int,
+        recorder: Recorder,
+        now_s: Callable[[], float],
+        changed: Signal,
+    ) -> None:
+        self.changed = changed
+        self.open: dict[int, Group] = {}
+        self.next_group_id = 0
+        self.num_trained_groups = 0
+        self.failed_in_a_row = 0
+        self.filtered_in_a_row = 0
+        self.dropped_in_a_row = 0
+        self._group_size = group_size
+        self._max_prompt_failures = max_prompt_failures
+        self._recorder = recorder
+        self._now_s = now_s
+        self._issued = 0
+        self._fates: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._prompt_failures: Counter[int] = Counter()
+
+    # -- issuing ------------------------------------------------------------------------------
+
+    def is_set_aside(self, prompt_index: int) -> bool:
+        """True if groups of this prompt failed too often."""
+        return self._prompt_failures[prompt_index] >= self._max_prompt_failures
+
+    def issue(self, *, epoch: int, prompt: PromptInfo, start_version: int) -> Group:
+        """Open the next group."""
+        group = self._make_group(epoch, prompt, start_version)
+        self.open[group.group_id] = group
+        self.dropped_in_a_row = 0
+        self.changed.notify()
+        return group
+
+    def drop(self, *, epoch: int, prompt: PromptInfo) -> None:
+        """Issue the next group and close it at once: its prompt cannot be used."""
+        group = self._make_group(epoch, prompt, start_version=-1)
+        if self.is_set_aside(prompt.prompt_index):
+            fate, failure, message = Fate.SET_ASIDE, None, "failed too often"
+        else:
+            fate, failure, message = Fate.FILTERED, prompt.failure, prompt.message
+        self.dropped_in_a_row += 1
+        for index in range(self._group_size):
+            outcome = RolloutOutcome(
+                sample_id=group.sample_id(index),
+                attempt=0,
+                failure=failure,
+                message=message,
+                num_prompt_tokens=prompt.num_prompt_tokens,
+            )
+            self._close_sample(group, outcome, fate)
+        self.changed.notify()
+
+    def _make_group(self, epoch: int, prompt: PromptInfo, start_version: int) -> Group:
+        group = Group(
+            group_id=self.next_group_id,
+            epoch=epoch,
+            prompt_index=prompt.prompt_index,
+            num_prompt_tokens=prompt.num_prompt_tokens,
+            start_version=start_version,
+            started_s=self._now_s(),
+            attempts=[0] * self._group_size,
+        )
+        self.next_group_id += 1
+        self._issued += self._group_size
+        return group
+
+    # -- while a group runs -------------------------------------------------------------------
+
+    def begin_attempt(
+        self, group: Group, indices: Sequence[int], seed: Callable[[str, int], int]
+    ) -> tuple[Member, ...]:
+        """Start another attempt of these members."""
+        members: list[Member] = []
+        for index in indices:
+            group.attempts[index] += 1
+            sample_id, attempt = group.sample_id(index), group.attempts[index]
+            members.append(
+                Member(sample_id=sample_id, attempt=attempt, seed=seed(sample_id, attempt))
+            )
+        return tuple(members)
+
+    def absorb(self, group: Group, outcomes: Sequence[RolloutOutcome], payload: Ref | None) -> None:
+        """Take the outcomes of an attempt; those of an earlier attempt are refused.
+
+        Raises:
+            InvariantError: an outcome of no current member.
+        """
+        for outcome in outcomes:
+            index = int(outcome.sample_id.rpartition("-")[2])
+            if (
+                outcome.sample_id != group.sample_id(index)
+                or outcome.attempt != group.attempts[index]
+            ):
+                raise InvariantError(
+                    f"group {group.group_id}: outcome of sample {outcome.sample_id}, attempt "
+                    f"{outcome.attempt}, but attempt {group.attempts[index]} is the current one"
+                )
+            group.outcomes[index] = outcome
+        if payload is not None and any(outcome.failure is None for outcome in outcomes):
+            group.payloads.append(payload)
+        self.changed.notify()
+
+    def make_ready(self, group: Group) -> None:
+        """The group is complete and waits for the trainer."""
+        group.ready = True
+        group.ended_s = self._now_s()
+        self.failed_in_a_row = self.filtered_in_a_row = 0
+        self.changed.notify()
+
+    # -- closing ------------------------------------------------------------------------------
+
+    def train(self, group_ids: Sequence[int], step: int) -> list[Group]:
+        """Close groups as trained in a step, and return them."""
+        groups = [self._pop(group_id, ready=True) for group_id in group_ids]
+        for group in groups:
+            for outcome in group.outcomes.values():
+                fate = Fate.TRAINED if outcome.failure is None else Fate.FAILED
+                self._close_sample(group, outcome, fate, step)
+        self.num_trained_groups += len(groups)
+        self.changed.notify()
+        return groups
+
+    def filter(self, group: Group) -> None:
+        """Close a complete group that carries no gradient."""
+        group.ended_s = self._now_s()
+        self._pop(group.group_id, ready=False)
+        for outcome in group.outcomes.values():
+            fate = Fate.FILTERED if outcome.failure is None else Fate.FAILED
+            self._close_sample(group, outcome, fate)
+        self.failed_in_a_row = 0
+        self.filtered_in_a_row += 1
+        self.changed.notify()
+
+    def fail(self, group: Group) -> None:
+        """Close a group of which too few members finished."""
+        group.ended_s = self._now_s()
+        self._pop(group.group_id, ready=False)
+        self._prompt_failures[group.prompt_index] += 1
+        self.failed_in_a_row += 1
+        for outcome in group.outcomes.values():
+            self._close_sample(group, outcome, Fate.FAILED)
+        self.changed.notify()
+
+    def _pop(self, group_id: int, *, ready: bool) -> Group:
+        group = self.open.pop(group_id, None)
+        if group is None or group.ready is not ready:
+            raise InvariantError(f"group {group_id} is closed twice, or before its time")
+        return group
+
+    def _close_sample(
+        self, group: Group, outcome: RolloutOutcome, fate: Fate, step: int | None = None
+    ) -> None:
+        failure = outcome.failure
+        if fate is Fate.FAILED and failure is None:
+            failure = FailureClass.GROUP
+        self._fates[fate.value] += 1
+        if failure is not None:
+            self._failures[failure.value] += 1
+        self._recorder.sample(
+            {
+                "sample_id": outcome.sample_id,
+                "group_id": group.group_id,
+                "epoch": group.epoch,
+                "prompt_index": group.prompt_index,
+                "attempt": outcome.attempt,
+                "status": fate.value,
+                "failure": None if failure is None else failure.value,
+                "message": outcome.message,
+                "reward": outcome.reward,
+                "num_prompt_tokens": outcome.num_prompt_tokens,
+                "num_response_tokens": outcome.num_response_tokens,
+                "version_spans": [list(span) for span in outcome.version_spans],
+                "started_s": round(group.started_s, 6),
+                "ended_s": round(group.ended_s or self._now_s(), 6),
+                "trained_step": step,
+            }
+        )
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def candidates(self) -> list[Candidate]:
+        """Open groups as the choice of a batch sees them."""
+        return [
+            Candidate(group_id=g.group_id, oldest_version=g.oldest_version, ready=g.ready)
+            for g in self.open.values()
+        ]
+
+    @property
+    def num_ready(self) -> int:
+        """Complete groups that wait for the trainer."""
+        return sum(group.ready for group in self.open.values())
+
+    def counts(self) -> dict[str, int]:
+        """Samples by fate, as `summary.json` gives them."""
+        return {
+            "issued": self._issued,
+            **{fate.value: self._fates[fate.value] for fate in Fate},
+            "open": len(self.open) * self._group_size,
+        }
+
+    def failures(self) -> dict[str, int]:
+        """Closed samples by class of failure."""
+        return dict(sorted(self._failures.items()))
+
+    def check(self) -> None:
+        """Raise InvariantError unless every issued sample is open or closed exactly once."""
+        counts = self.counts()
+        closed_or_open = sum(counts[fate.value] for fate in Fate) + counts["open"]
+        if counts["issued"] != closed_or_open:
+            raise InvariantError(f"the ledger does not add up: {counts}")
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; trajectories of ready groups are written beside it."""
+        self.check()
+        return {
+            "next_group_id": self.next_group_id,
+            "num_trained_groups": self.num_trained_groups,
+            "issued": self._issued,
+            "fates": dict(self._fates),
+            "failures": dict(self._failures),
+            "prompt_failures": {str(k): v for k, v in self._prompt_failures.items()},
+            "open": [_group_state(group) for group in self.open.values()],
+        }
+
+    def restore(self, state: dict[str, Any], load: Callable[[Sequence[int]], list[Ref]]) -> None:
+        """Go on from `state()`. Groups that were running start again, as further attempts.
+
+        Args:
+            state: as `state()` gave it.
+            load: gives references to the trajectories of ready groups by their ids.
+        """
+        self.next_group_id = state["next_group_id"]
+        self.num_trained_groups = state["num_trained_groups"]
+        self._issued = state["issued"]
+        self._fates = Counter(state["fates"])
+        self._failures = Counter(state["failures"])
+        self._prompt_failures = Counter({int(k): v for k, v in state["prompt_failures"].items()})
+        self.open = {row["group_id"]: _restore_group(row) for row in state["open"]}
+        ready = [group for group in self.open.values() if group.ready]
+        refs = load([group.group_id for group in ready]) if ready else []
+        for group, ref in zip(ready, refs, strict=True):
+            group.payloads = [ref]
+        self.check()
+
+
+def _group_state(group: Group) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "group_id": group.group_id,
+        "epoch": group.epoch,
+        "prompt_index": group.prompt_index,
+        "num_prompt_tokens": group.num_prompt_tokens,
+        "start_version": group.start_version,
+        "started_s": group.started_s,
+        "ended_s": group.ended_s,
+        "ready": group.ready,
+        "attempts": group.attempts,
+    }
+    if group.ready:
+        state["outcomes"] = {str(i): asdict(o) for i, o in sorted(group.outcomes.items())}
+    return state
+
+
+def _restore_group(row: dict[str, Any]) -> Group:
+    outcomes = row.get("outcomes", {})
+    fields = {key: value for key, value in row.items() if key != "outcomes"}
+    return Group(
+        **fields, outcomes={int(index): _restore_outcome(o) for index, o in outcomes.items()}
+    )
+
+
+def _restore_outcome(row: dict[str, Any]) -> RolloutOutcome:
+    spans = tuple((int(version), int(tokens)) for version, tokens in row["version_spans"])
+    failure = None if row["failure"] is None else FailureClass(row["failure"])
+    fields: dict[str, Any] = {**row, "version_spans": spans, "failure": failure}
+    return RolloutOutcome(**fields)

@@ -1,0 +1,313 @@
+"""The pool of replicas: who may run on which, and which weights each should hold.
+
+Decisions only: plain methods change the state and say what to do; `replica_loop.py` does it. One
+signal, `changed`, is notified whenever a waiter may have become able to go on.
+
+Invariants: a replica pinned at v takes no other version until it is released; a lease of a
+validation is only given on a replica that holds exactly the pinned version; a replica goes back to
+an older version only when nothing runs on it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from freewheel.control.waits import Signal
+from freewheel.errors import InvariantError
+from freewheel.protocols import Replica
+from freewheel.types import Purpose
+
+NO_VERSION = -1
+
+
+class Role(StrEnum):
+    """What a replica is there for."""
+
+    SHARED = "shared"
+    DEDICATED = "dedicated"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Pin:
+    """A validation's hold on replicas. `num_pending`: groups it has not yet placed."""
+
+    name: str
+    version: int
+    num_pending: int
+    replica_ids: set[int] = field(default_factory=set[int])
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease:
+    """The right to run one group on a replica, under `version` or (training) a newer one."""
+
+    replica_id: int
+    replica: Replica
+    incarnation: int
+    version: int
+    purpose: Purpose
+    holder: str
+    released: bool = False
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Slot:
+    """One replica as the pool sees it. `replica` is None while there is no process that serves."""
+
+    replica_id: int
+    role: Role
+    replica: Replica | None = None
+    incarnation: int = 0
+    version: int = NO_VERSION
+    updating_to: int | None = None
+    pin: Pin | None = None
+    leases: list[Lease] = field(default_factory=list[Lease])
+    busy_s: float = 0.0
+    busy_since_s: float | None = None
+
+    def num_leases(self, purpose: Purpose) -> int:
+        """Leases given for this purpose."""
+        return sum(lease.purpose is purpose for lease in self.leases)
+
+
+class Pool:
+    """All replicas of a run. See the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        num_shared: int,
+        num_dedicated: int,
+        capacity: int,
+        partial_rollout: bool,
+        changed: Signal,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.changed = changed
+        self._now_s = now_s
+        self.latest = NO_VERSION
+        self._capacity = capacity
+        self._partial_rollout = partial_rollout
+        roles = [Role.SHARED] * num_shared + [Role.DEDICATED] * num_dedicated
+        self.slots = {i: Slot(replica_id=i, role=role) for i, role in enumerate(roles)}
+
+    # -- replicas come and go -----------------------------------------------------------------
+
+    def up(self, replica_id: int, replica: Replica) -> None:
+        """A new process serves under this number; it has no weights yet."""
+        slot = self.slots[replica_id]
+        slot.replica = replica
+        slot.incarnation += 1
+        slot.version = NO_VERSION
+        slot.updating_to = None
+        self.changed.notify()
+
+    def down(self, replica_id: int, incarnation: int) -> bool:
+        """The process is gone. False if it was replaced already (a late report)."""
+        slot = self.slots[replica_id]
+        if slot.replica is None or slot.incarnation != incarnation:
+            return False
+        slot.replica = None
+        slot.version = NO_VERSION
+        slot.updating_to = None
+        for lease in slot.leases:
+            lease.lost = True
+        slot.leases.clear()
+        self._clock_busy(slot)
+        self.changed.notify()
+        return True
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def published(self, version: int) -> None:
+        """A newer version can be fetched."""
+        self.latest = version
+        self.changed.notify()
+
+    def target_version(self, slot: Slot) -> int:
+        """The version that a replica should hold."""
+        if slot.pin is not None:
+            return slot.pin.version
+        if slot.role is Role.DEDICATED:
+            return slot.version
+        return self.latest
+
+    def due_update(self, replica_id: int) -> int | None:
+        """The version that this replica should load now, if any."""
+        slot = self.slots[replica_id]
+        target = self.target_version(slot)
+        if slot.replica is None or slot.updating_to is not None or target == slot.version:
+            return None
+        if target > self.latest:
+            return None  # pinned for a version that is about to be published
+        may_update = not slot.leases or (self._partial_rollout and target > slot.version)
+        return target if may_update else None
+
+    def begin_update(self, replica_id: int, version: int) -> None:
+        """The replica starts to load a version."""
+        self.slots[replica_id].updating_to = version
+
+    def end_update(self, replica_id: int, version: int) -> None:
+        """The replica holds the version now."""
+        slot = self.slots[replica_id]
+        slot.version = version
+        slot.updating_to = None
+        self.changed.notify()
+
+    def _is_draining(self, slot: Slot) -> bool:
+        """True if running leases keep it from the version that it should hold."""
+        target = self.target_version(slot)
+        if target == slot.version or target > self.latest:
+            return False
+        return target < slot.version or not self._partial_rollout
+
+    # -- leases -------------------------------------------------------------------------------
+
+    def try_lease_training(self, holder: str, *, min_version: int) -> Lease | None:
+        """A lease on the least loaded replica that holds `min_version` or newer, if one is free."""
+        candidates = [
+            slot
+            for slot in self.slots.values()
+            if slot.role is Role.SHARED
+            and slot.version >= max(min_version, 0)
+            and len(slot.leases) < self._capacity
+            and not self._is_draining(slot)
+            and not self._is_wanted_by_validation(slot)
+        ]
+        return self._lease(candidates, Purpose.TRAINING, holder)
+
+    def try_lease_validation(self, holder: str, pin: Pin) -> Lease | None:
+        """A lease on the least loaded replica of a pin that holds its version, if one is free."""
+        candidates = [
+            slot
+            for slot in (self.slots[i] for i in sorted(pin.replica_ids))
+            if slot.version == pin.version
+            and slot.updating_to is None
+            and len(slot.leases) < self._capacity
+            and slot.num_leases(Purpose.VALIDATION) < self._validation_capacity(slot)
+        ]
+        return self._lease(candidates, Purpose.VALIDATION, holder)
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back. One that was lost with its replica is given back all the same."""
+        if lease.released:
+            raise InvariantError(f"the lease of {lease.holder} is released twice")
+        lease.released = True
+        if not lease.lost:
+            slot = self.slots[lease.replica_id]
+            slot.leases.remove(lease)
+            self._clock_busy(slot)
+        self.changed.notify()
+
+    def _lease(self, candidates: list[Slot], purpose: Purpose, holder: str) -> Lease | None:
+        if not candidates:
+            return None
+        slot = min(candidates, key=lambda s: (len(s.leases), s.replica_id))
+        if slot.replica is None:
+            raise InvariantError(f"replica {slot.replica_id} has a version but no process")
+        lease = Lease(
+            replica_id=slot.replica_id,
+            replica=slot.replica,
+            incarnation=slot.incarnation,
+            version=slot.version,
+            purpose=purpose,
+            holder=holder,
+        )
+        slot.leases.append(lease)
+        self._clock_busy(slot)
+        return lease
+
+    def _clock_busy(self, slot: Slot) -> None:
+        now_s = self._now_s()
+        if slot.busy_since_s is not None:
+            slot.busy_s += now_s - slot.busy_since_s
+        slot.busy_since_s = now_s if slot.leases else None
+
+    def _validation_capacity(self, slot: Slot) -> int:
+        """Validation leaves half of the slots to rollouts where they have no other replica."""
+        if slot.role is Role.DEDICATED or self._has_free_shared():
+            return self._capacity
+        return max(1, self._capacity // 2)
+
+    def _is_wanted_by_validation(self, slot: Slot) -> bool:
+        """True if the next free slots of this pinned replica are a validation's."""
+        if slot.pin is None or slot.pin.num_pending == 0:
+            return False
+        left_for_rollouts = self._capacity - self._validation_capacity(slot)
+        return slot.num_leases(Purpose.TRAINING) >= left_for_rollouts
+
+    def _has_free_shared(self) -> bool:
+        return any(s.role is Role.SHARED and s.pin is None for s in self.slots.values())
+
+    # -- pins ---------------------------------------------------------------------------------
+
+    def pin(self, pin: Pin, replica_ids: Iterable[int]) -> None:
+        """Hold these replicas at the pin's version, as soon as they have it."""
+        for replica_id in replica_ids:
+            slot = self.slots[replica_id]
+            if slot.pin is not None:
+                raise InvariantError(
+                    f"replica {replica_id} is pinned by {slot.pin.name}, {pin.name} wants it too"
+                )
+            slot.pin = pin
+            pin.replica_ids.add(replica_id)
+        self.changed.notify()
+
+    def unpin(self, pin: Pin, replica_id: int) -> None:
+        """Return one replica to the pool."""
+        slot = self.slots[replica_id]
+        if slot.pin is not pin:
+            raise InvariantError(f"replica {replica_id} is not pinned by {pin.name}")
+        slot.pin = None
+        pin.replica_ids.discard(replica_id)
+        self.changed.notify()
+
+    def idle_pinned(self, pin: Pin) -> list[int]:
+        """Pinned replicas on which nothing of the validation runs any more."""
+        return [
+            replica_id
+            for replica_id in sorted(pin.replica_ids)
+            if self.slots[replica_id].num_leases(Purpose.VALIDATION) == 0
+        ]
+
+    def choose_for_pin(self, count: int, version: int) -> list[int]:
+        """The shared replicas that reach a version soonest: no step back, few rollouts first."""
+        free = [s for s in self.slots.values() if s.role is Role.SHARED and s.pin is None]
+        free.sort(key=lambda s: (s.version > version, -s.version, len(s.leases), s.replica_id))
+        return sorted(slot.replica_id for slot in free[:count])
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def ids(self, role: Role) -> list[int]:
+        """Numbers of the replicas with this role."""
+        return [slot.replica_id for slot in self.slots.values() if slot.role is role]
+
+    def num_leases(self, purpose: Purpose) -> int:
+        """Leases given for this purpose, over all replicas."""
+        return sum(slot.num_leases(purpose) for slot in self.slots.values())
+
+    def busy_s(self) -> float:
+        """Seconds in which a shared replica had work, summed over them."""
+        shared = [slot for slot in self.slots.values() if slot.role is Role.SHARED]
+        for slot in shared:
+            self._clock_busy(slot)
+        return sum(slot.busy_s for slot in shared)
+
+    def serves_training(self, min_version: int) -> bool:
+        """True if a shared replica holds this version or is free to take it."""
+        return any(
+            slot.role is Role.SHARED and self.target_version(slot) >= min_version
+            for slot in self.slots.values()
+        )
+
+    def describe(self) -> str:
+        """State of all replicas in one line each, for wait tables and reports."""
+        return "; ".join(
+            f"replica {s.replica_id}: "
+            + ("down" if s.replica is None else f"version {s.version}")
+            + ("" if s.updating_to is None else f", loading {s.updating_to}")
+            + ("" if s.pin is None else f", pinned by {s.pin.name}")
+            + f", {len(s.leases)} leases"
+            for s in self.slots.values()
+        )

@@ -1,0 +1,108 @@
+"""The life of one replica: start, take weights as they are due, be replaced when lost.
+
+One such loop a replica, so that none waits for another's weight sync.
+"""
+
+import asyncio
+
+from freewheel.config.sections import HealthConfig
+from freewheel.control.pool import Pool
+from freewheel.control.restarts import Restarts
+from freewheel.control.waits import WaitTable
+from freewheel.control.weight_store import WeightStore
+from freewheel.errors import ReplicaLostError, StartupError
+from freewheel.protocols import Backend, Recorder, Replica
+
+
+class ReplicaLoop:
+    """Loop `replica-N`. Consumes: published versions. Produces: a replica that serves."""
+
+    def __init__(
+        self,
+        replica_id: int,
+        *,
+        backend: Backend,
+        pool: Pool,
+        store: WeightStore,
+        restarts: Restarts,
+        health: HealthConfig,
+        waits: WaitTable,
+        recorder: Recorder,
+    ) -> None:
+        self.name = f"replica-{replica_id}"
+        self._replica_id = replica_id
+        self._backend = backend
+        self._pool = pool
+        self._store = store
+        self._restarts = restarts
+        self._health = health
+        self._waits = waits
+        self._recorder = recorder
+
+    async def run(self) -> None:
+        """Keep the replica alive and at the version that it should hold.
+
+        Consumes: versions from the weight store, as the pool says they are due.
+        Produces: a replica in the pool.
+        Waits for: the process to start; a due update; the replica's own loading of weights.
+        Unblocked by: train (publication), validate (pin, unpin), rollouts (leases given back).
+        """
+        while True:
+            replica = self._backend.replica(self._replica_id)
+            try:
+                await self._start(replica)
+                await self._serve(replica)
+            except ReplicaLostError as lost:
+                self._pool.down(self._replica_id, self._pool.slots[self._replica_id].incarnation)
+                self._restarts.spend(self.name, lost)
+            finally:
+                replica.kill()
+
+    async def _start(self, replica: Replica) -> None:
+        limit_s = self._health.startup_timeout_s
+        with self._waits.waiting(self.name, "its process and engine", timeout_s=limit_s):
+            try:
+                async with asyncio.timeout(limit_s):
+                    await replica.start()
+            except TimeoutError as error:
+                raise StartupError(
+                    f"{self.name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
+                ) from error
+        self._pool.up(self._replica_id, replica)
+        self._recorder.event("replica_up", replica=self._replica_id)
+
+    async def _serve(self, replica: Replica) -> None:
+        while True:
+            version = await self._pool.changed.until(lambda: self._next_update(replica))
+            self._pool.begin_update(self._replica_id, version)
+            began_s = asyncio.get_running_loop().time()
+            await self._update(replica, version)
+            if self._pool.slots[self._replica_id].replica is not replica:
+                raise ReplicaLostError(f"{self.name} was reported lost while it loaded weights")
+            self._pool.end_update(self._replica_id, version)
+            self._recorder.event(
+                "weights_activated",
+                replica=self._replica_id,
+                version=version,
+                wall_s=round(asyncio.get_running_loop().time() - began_s, 6),
+            )
+
+    def _next_update(self, replica: Replica) -> int | None:
+        if self._pool.slots[self._replica_id].replica is not replica:
+            raise ReplicaLostError(f"{self.name} was reported lost")
+        return self._pool.due_update(self._replica_id)
+
+    async def _update(self, replica: Replica, version: int) -> None:
+        limit_s = self._health.sync_timeout_s
+        weights = self._store.get(version)
+        with self._waits.waiting(
+            self.name, f"weights of version {version}", holder=self.name, timeout_s=limit_s
+        ):
+            try:
+                async with asyncio.timeout(limit_s):
+                    await replica.update_weights(weights)
+            except TimeoutError as error:
+                raise ReplicaLostError(
+                    f"{self.name} did not load version {version} within {limit_s:g} s "
+                    "(health.sync_timeout_s)"
+                ) from error

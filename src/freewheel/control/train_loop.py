@@ -1,0 +1,349 @@
+"""The train loop: take a batch, train, then cut, request validation, publish; wait for none of it.
+
+Owns the trainer's step and the policy version. The order after a step makes a checkpoint
+independent of any validation.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from freewheel.config.sections import Config
+from freewheel.control.ledger import Group, Ledger
+from freewheel.control.pool import Pool
+from freewheel.control.rollouter import Admission, Rollouter
+from freewheel.control.staleness import BatchRule, StalenessBound, choose_batch
+from freewheel.control.step_metrics import group_metrics
+from freewheel.control.waits import WaitTable
+from freewheel.control.weight_store import WeightStore
+from freewheel.errors import InvariantError, StalledError
+from freewheel.protocols import Recorder, Trainer
+from freewheel.types import TrainRequest, TrainResult
+
+
+class Cuts(Protocol):
+    """What the train loop asks of checkpoints."""
+
+    async def cut(self, step: int) -> None:
+        """Take the state of this moment; write it later."""
+        ...
+
+
+class Validations(Protocol):
+    """What the train loop asks of validation."""
+
+    def request(self, *, step: int, version: int) -> None:
+        """Queue or skip a validation; returns at once."""
+        ...
+
+    @property
+    def running(self) -> bool:
+        """True while one runs."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """Where training stands; part of every checkpoint."""
+
+    step: int = 0
+    version: int = 0
+    steps_since_publish: int = 0
+    validation_requested_at: int = -1
+    wait_s: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("samples", "validation", "checkpoint", "sync"), 0.0)
+    )
+
+
+class TrainLoop:
+    """Loop `train`. See the module's docstring."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        trainer: Trainer,
+        ledger: Ledger,
+        pool: Pool,
+        store: WeightStore,
+        staleness: StalenessBound,
+        admission: Admission,
+        rollouter: Rollouter,
+        cuts: Cuts,
+        validations: Validations,
+        waits: WaitTable,
+        recorder: Recorder,
+    ) -> None:
+        self.state = TrainState()
+        self.last_metrics: dict[str, float] = {}
+        self.stopping = False
+        self._config = config
+        self._trainer = trainer
+        self._ledger = ledger
+        self._pool = pool
+        self._store = store
+        self._staleness = staleness
+        self._admission = admission
+        self._rollouter = rollouter
+        self._cuts = cuts
+        self._validations = validations
+        self._waits = waits
+        self._recorder = recorder
+        self._cut_step = -1
+        self._step_began_s = 0.0
+        self._timing_s: dict[str, float] = {}
+
+    # -- beginnings ---------------------------------------------------------------------------
+
+    async def begin(self, *, resumed: bool) -> None:
+        """Publish the weights that the first rollouts need; validate before training if asked."""
+        self._step_began_s = self._now_s()
+        if resumed:
+            await self._begin_again()
+            return
+        await self._publish(0)
+        if self._config.data.val_files and self._config.trainer.val_before_train:
+            self.state.validation_requested_at = 0
+            self._validations.request(step=0, version=0)
+
+    async def publish_only(self, version: int) -> None:
+        """Publish the trainer's weights under this version; nothing is trained."""
+        await self._publish(version)
+
+    async def _begin_again(self) -> None:
+        """Do what was still to be done after the step of the cut."""
+        self._cut_step = self.state.step
+        if self.state.validation_requested_at < self.state.step:
+            self._request_validation()
+        if self._publication_due():
+            await self._publish(self.state.version + 1)
+        elif self.state.steps_since_publish == 0:
+            await self._publish(self.state.version)
+        else:
+            await self._publish(self.state.version, restored=True)
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Train until the last step, the end of the data, or a stop.
+
+        Consumes: ready groups from the ledger.
+        Produces: trained steps, published versions; cuts and validation requests where due.
+        Waits for: enough ready groups; the trainer's own work.
+        Unblocked by: rollouter.
+        """
+        while (group_ids := await self._take_batch()) is not None:
+            await self._train(group_ids)
+            await self._after_step()
+
+    async def finish(self) -> None:
+        """After the last step: what was not due by its frequency. After a stop: only the cut."""
+        if self.state.step != self._cut_step:
+            await self._cut()
+        if self.stopping:
+            return
+        if self.state.steps_since_publish > 0:
+            await self._publish(self.state.version + 1)
+        wanted = self._config.data.val_files and self._config.trainer.val_at_end
+        if wanted and self.state.validation_requested_at < self.state.step:
+            self.state.validation_requested_at = self.state.step
+            self._validations.request(step=self.state.step, version=self.state.version)
+
+    def stop(self) -> None:
+        """End after the current step."""
+        self.stopping = True
+        self._ledger.changed.notify()
+
+    async def _take_batch(self) -> list[int] | None:
+        with self._timed("gen"):
+            while not self._is_over():
+                if (group_ids := self._choose()) is not None:
+                    return group_ids
+                await self._wait_for_samples()
+        return None
+
+    def _is_over(self) -> bool:
+        total = self._config.trainer.total_training_steps
+        done = total is not None and self.state.step >= total
+        exhausted = self._rollouter.ended and not self._ledger.open
+        return self.stopping or done or exhausted
+
+    def _choose(self) -> list[int] | None:
+        size = self._config.groups_per_step
+        if self._rollouter.ended:
+            size = min(size, len(self._ledger.open))
+        return choose_batch(
+            self._ledger.candidates(),
+            BatchRule(
+                size=size,
+                version=self.state.version,
+                steps_left=self.trigger - self.state.steps_since_publish,
+                groups_per_step=self._config.groups_per_step,
+                groups_per_version=self._config.groups_per_version,
+                max_staleness=self._staleness.max_staleness,
+            ),
+        )
+
+    async def _wait_for_samples(self) -> None:
+        """Wait for a change, and book the time on who kept the samples back."""
+        blocked = self._validations.running and self._admission.is_blocked_by_pins()
+        cause = "validation" if blocked else "samples"
+        with (
+            self._booked(cause),
+            self._waits.waiting("train", f"samples ({cause})", holder=self._describe_open),
+        ):
+            await self._ledger.changed.wait()
+
+    def _describe_open(self) -> str:
+        return (
+            f"rollouter: {self._ledger.num_ready} groups ready, {self._rollouter.num_running} "
+            f"running, {self._config.groups_per_step} wanted"
+        )
+
+    async def _train(self, group_ids: Sequence[int]) -> None:
+        groups = [self._ledger.open[group_id] for group_id in group_ids]
+        self._check_staleness(groups)
+        request = TrainRequest(
+            step=self.state.step + 1,
+            policy_version=self.state.version,
+            payloads=tuple(ref for group in groups for ref in group.payloads),
+            mini_batch_groups=self._config.actor.ppo_mini_batch_size,
+        )
+        with self._timed("update_actor"):
+            result = await self._call_trainer(request)
+        self._ledger.train(group_ids, request.step)
+        self.state.step = request.step
+        self.state.steps_since_publish += 1
+        self._record(groups, result)
+
+    async def _call_trainer(self, request: TrainRequest) -> TrainResult:
+        limit_s = self._config.health.train_step_timeout_s
+        with self._waits.waiting(
+            "train", f"step {request.step}", holder="trainer", timeout_s=limit_s
+        ):
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await self._trainer.train_step(request)
+            except TimeoutError as error:
+                raise StalledError(
+                    f"trainer: step {request.step} not done within {limit_s:g} s "
+                    "(health.train_step_timeout_s)"
+                ) from error
+
+    def _check_staleness(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            staleness = self.state.version - group.oldest_version
+            if staleness > self._staleness.max_staleness:
+                raise InvariantError(
+                    f"group {group.group_id} is {staleness} versions old at version "
+                    f"{self.state.version}; at most {self._staleness.max_staleness} are allowed"
+                )
+
+    # -- after a step -------------------------------------------------------------------------
+
+    async def _after_step(self) -> None:
+        if self._is_due(self._config.trainer.save_freq) or self._is_last():
+            await self._cut()
+        self._request_validation()
+        if self._publication_due():
+            await self._publish(self.state.version + 1)
+
+    async def _cut(self) -> None:
+        self._cut_step = self.state.step
+        with self._booked("checkpoint"), self._timed("save_checkpoint"):
+            await self._cuts.cut(self.state.step)
+
+    def _request_validation(self) -> None:
+        if not self._config.data.val_files:
+            return
+        at_end = self._config.trainer.val_at_end and self._is_last()
+        if self._is_due(self._config.trainer.test_freq) or at_end:
+            self.state.validation_requested_at = self.state.step
+            version = self.state.version + int(self._publication_due())
+            self._validations.request(step=self.state.step, version=version)
+
+    def _publication_due(self) -> bool:
+        unpublished = self.state.steps_since_publish > 0
+        return self.state.steps_since_publish >= self.trigger or (unpublished and self._is_last())
+
+    def _is_due(self, freq: int) -> bool:
+        return freq > 0 and self.state.step > 0 and self.state.step % freq == 0
+
+    def _is_last(self) -> bool:
+        """True after the last step, where their number is known before."""
+        total = self._config.trainer.total_training_steps
+        return total is not None and self.state.step >= total
+
+    async def _publish(self, version: int, *, restored: bool = False) -> None:
+        limit_s = self._config.health.sync_timeout_s
+        publish = self._trainer.publish_restored if restored else self._trainer.publish
+        with (
+            self._booked("sync"),
+            self._timed("param_sync"),
+            self._waits.waiting(
+                "train", f"publication of version {version}", holder="trainer", timeout_s=limit_s
+            ),
+        ):
+            try:
+                async with asyncio.timeout(limit_s):
+                    weights = await publish(version)
+            except TimeoutError as error:
+                raise StalledError(
+                    f"trainer: version {version} not published within {limit_s:g} s "
+                    "(health.sync_timeout_s)"
+                ) from error
+        if not restored:
+            self.state.version = version
+            self.state.steps_since_publish = 0
+        if not self._staleness.knows(version):
+            self._staleness.publish(version, num_trained=self._ledger.num_trained_groups)
+        self._store.add(weights)
+        self._pool.published(version)
+        self._recorder.event("weights_published", version=version, num_bytes=weights.num_bytes)
+
+    # -- records ------------------------------------------------------------------------------
+
+    def _record(self, groups: Sequence[Group], result: TrainResult) -> None:
+        now_s = self._now_s()
+        timing_s, self._timing_s = {**self._timing_s, "step": now_s - self._step_began_s}, {}
+        self._step_began_s = now_s
+        row: dict[str, Any] = {
+            **group_metrics(groups, version=self.state.version),
+            **result.metrics,
+            **{f"timing_s/{name}": round(value, 6) for name, value in timing_s.items()},
+            "fully_async/count/groups_ready": self._ledger.num_ready,
+            "fully_async/count/groups_running": self._rollouter.num_running,
+        }
+        self.last_metrics = row
+        self._recorder.metrics(
+            {"step": self.state.step, "policy_version": self.state.version, **row}
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the block's time to the step's timing of this name."""
+        began_s = self._now_s()
+        try:
+            yield
+        finally:
+            self._timing_s[name] = self._timing_s.get(name, 0.0) + self._now_s() - began_s
+
+    @contextmanager
+    def _booked(self, cause: str) -> Iterator[None]:
+        """Add the block's time to what the trainer waited for this cause."""
+        began_s = self._now_s()
+        try:
+            yield
+        finally:
+            self.state.wait_s[cause] += self._now_s() - began_s
+
+    @property
+    def trigger(self) -> int:
+        """Trainer steps between two publications."""
+        return self._config.async_training.trigger_parameter_sync_step
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()

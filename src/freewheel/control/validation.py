@@ -1,0 +1,202 @@
+"""Validation: held-out prompts scored under exactly one policy version, beside everything else.
+
+`Validator` queues what is due and runs one validation at a time; `ValidationRun` (in
+`validation_run.py`) is one of them. A request never waits: it is queued, or skipped with its reason
+recorded. The version to score is held in the weight store from the request on.
+"""
+
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from freewheel.config.sections import Config
+from freewheel.control.group_runner import GroupRunner
+from freewheel.control.pool import Pool, Role
+from freewheel.control.rollouter import Admission
+from freewheel.control.validation_run import Placement, ValidationRun
+from freewheel.control.waits import Signal, WaitTable
+from freewheel.control.weight_store import WeightStore
+from freewheel.control.worker_pool import WorkerPool
+from freewheel.errors import InvariantError
+from freewheel.protocols import Recorder
+from freewheel.types import Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A validation that is due: of which step, of which version, since when (run time)."""
+
+    step: int
+    version: int
+    requested_s: float
+
+
+class Validator:
+    """Loop `validate`. See the module's docstring."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        pool: Pool,
+        store: WeightStore,
+        workers: WorkerPool,
+        runner: GroupRunner,
+        admission: Admission,
+        waits: WaitTable,
+        recorder: Recorder,
+        now_s: Any,
+        changed: Signal,
+    ) -> None:
+        self.current: ValidationRun | None = None
+        self.last_row: dict[str, Any] | None = None
+        self.num_recorded = 0
+        self._config = config
+        self._pool = pool
+        self._store = store
+        self._workers = workers
+        self._runner = runner
+        self._admission = admission
+        self._waits = waits
+        self._recorder = recorder
+        self._now_s = now_s
+        self._changed = changed
+        self._queue: deque[Due] = deque()
+        self._current_due: Due | None = None
+        self._last_requested_s: float | None = None
+        self._interval_s: float | None = None
+        self._replica_s: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """True while a validation runs."""
+        return self._current_due is not None
+
+    def request(self, *, step: int, version: int) -> None:
+        """Queue a validation, or skip it with the reason recorded. Returns at once."""
+        now_s = self._now_s()
+        if self._last_requested_s is not None:
+            self._interval_s = now_s - self._last_requested_s
+        self._last_requested_s = now_s
+        due = Due(step=step, version=version, requested_s=now_s)
+        room = self._config.validation.max_queued + int(not self.running)
+        if len(self._queue) >= room:
+            busy = self._current_due or self._queue[0]
+            self.skip(
+                due,
+                f"the validation of step {busy.step} still runs and {len(self._queue)} more wait "
+                f"(validation.max_queued={self._config.validation.max_queued})",
+            )
+            return
+        self._store.hold(version)
+        self._queue.append(due)
+        self._recorder.event("validation_requested", step=step, version=version)
+        self._changed.notify()
+
+    def skip(self, due: Due, reason: str) -> None:
+        """Record a validation that does not take place."""
+        now_s = self._now_s()
+        self._record(
+            {
+                "step": due.step,
+                "policy_version": due.version,
+                "mode": self._config.validation_mode,
+                "status": "skipped",
+                "reason": reason,
+                "n_total": 0,
+                "n_done": 0,
+                "n_failed": {},
+                "n_timeout": 0,
+                "score": None,
+                "score_lower": None,
+                "score_upper": None,
+                "ci95": None,
+                "metrics": {},
+                "started_s": round(now_s, 6),
+                "ended_s": round(now_s, 6),
+                "response_versions": {},
+            }
+        )
+
+    async def run(self) -> None:
+        """Run due validations, one at a time.
+
+        Consumes: requests of the train loop.
+        Produces: rows of `validations.jsonl`.
+        Waits for: a request; the version on the pinned replicas; free slots; its trials.
+        Unblocked by: train (request, publication), replicas, rollout workers; its own deadline.
+        """
+        while True:
+            due = await self._changed.until(lambda: self._queue[0] if self._queue else None)
+            self._current_due = self._queue.popleft()
+            try:
+                await self._run_one(due)
+            finally:
+                self._store.release(due.version)
+                self._current_due = self.current = None
+                self._changed.notify()
+
+    async def drain(self) -> None:
+        """Wait until no validation runs or is queued."""
+        with self._waits.waiting("end of the run", "validations", holder=self.describe):
+            await self._changed.until(lambda: None if self.running or self._queue else True)
+
+    async def _run_one(self, due: Due) -> None:
+        info = await self._workers.dataset(Split.VALIDATION, "validate")
+        if info is None:
+            raise InvariantError("a validation is due but there are no held-out prompts")
+        run = ValidationRun(
+            self._config,
+            step=due.step,
+            version=due.version,
+            num_prompts=info.num_prompts,
+            placement=self._placement(),
+            pool=self._pool,
+            runner=self._runner,
+            admission=self._admission,
+            waits=self._waits,
+            recorder=self._recorder,
+            now_s=self._now_s,
+        )
+        self.current = run
+        try:
+            await run.run()
+        finally:
+            self._record(run.row())
+            self._replica_s = run.replica_s
+            if run.status == "complete":
+                self._recorder.event("validation_done", step=due.step, version=due.version)
+
+    def _placement(self) -> Placement:
+        mode = self._config.validation_mode
+        shared = self._pool.ids(Role.SHARED)
+        if mode == "exclusive":
+            return Placement(mode=mode, num_replicas=len(shared))
+        if mode == "dedicated":
+            return Placement(mode=mode, num_replicas=len(self._pool.ids(Role.DEDICATED)))
+        return Placement(mode=mode, num_replicas=self._parallel_share(len(shared)))
+
+    def _parallel_share(self, num_shared: int) -> int:
+        """Replicas to pin: so many that this one ends before the next is due."""
+        share = self._config.validation.share
+        if share is not None:
+            return max(1, round(share * num_shared))
+        most = max(1, num_shared - 1)
+        if self._replica_s is None or not self._interval_s:
+            return min(most, -(-num_shared // 2))
+        needed = -(-self._replica_s // (0.8 * self._interval_s))
+        return int(min(most, max(1, needed)))
+
+    def _record(self, row: dict[str, Any]) -> None:
+        self.last_row = row if row["status"] != "skipped" else self.last_row
+        self.num_recorded += 1
+        self._recorder.validation(row)
+
+    def describe(self) -> str:
+        """What the running validation does, in one line."""
+        return "none runs" if self.current is None else self.current.describe()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Validations that run or wait; a checkpoint keeps them."""
+        current = [] if self._current_due is None else [self._current_due]
+        return [asdict(due) for due in [*current, *self._queue]]

@@ -1,0 +1,298 @@
+"""One validation: pin, run every trial under one version, give each replica back as it falls idle.
+
+A response that carries any other version than the pinned one is refused and its trial run again.
+Whatever happens (deadline, stop), `row()` says what was done and what was not.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from freewheel.config.sections import Config
+from freewheel.control.group_runner import GroupRunner
+from freewheel.control.pool import Lease, Pin, Pool, Role
+from freewheel.control.rollouter import Admission, derive_seed
+from freewheel.control.validation_score import score_trials
+from freewheel.control.waits import WaitTable
+from freewheel.errors import FailureClass
+from freewheel.protocols import Recorder
+from freewheel.types import Member, Purpose, RolloutOutcome, SamplingParams, Split
+
+Status = Literal["complete", "partial"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a validation runs: its mode, and how many replicas it pins."""
+
+    mode: Literal["parallel", "exclusive", "dedicated"]
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One attempt at one trial of one prompt."""
+
+    prompt_index: int
+    number: int
+    attempt: int = 1
+
+
+class ValidationRun:
+    """See the module's docstring. Made by the validator, run once."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        step: int,
+        version: int,
+        num_prompts: int,
+        placement: Placement,
+        pool: Pool,
+        runner: GroupRunner,
+        admission: Admission,
+        waits: WaitTable,
+        recorder: Recorder,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.step = step
+        self.version = version
+        self.num_total = num_prompts * config.validation.n
+        self.replica_s = 0.0
+        self.status: Status = "partial"
+        self._reason = "the run ended"
+        self._config = config
+        self._placement = placement
+        self._pool = pool
+        self._runner = runner
+        self._admission = admission
+        self._waits = waits
+        self._recorder = recorder
+        self._now_s = now_s
+        self._name = f"validation-{step}"
+        self._started_s = now_s()
+        self._pin = Pin(name=self._name, version=version, num_pending=num_prompts)
+        self._pending: deque[list[Trial]] = deque(
+            [Trial(prompt_index=i, number=k) for k in range(config.validation.n)]
+            for i in range(num_prompts)
+        )
+        self._num_running = 0
+        self._done: dict[int, list[RolloutOutcome]] = {}
+        self._failed: Counter[FailureClass] = Counter()
+        self._failed_attempts: Counter[tuple[int, int, FailureClass]] = Counter()
+        self._versions: Counter[int] = Counter()
+        self._num_timed_out_at_end = 0
+        self._pinned_since_s: dict[int, float] = {}
+
+    @property
+    def num_done(self) -> int:
+        """Trials that completed."""
+        return sum(map(len, self._done.values()))
+
+    async def run(self) -> None:
+        """Run all trials, or as many as the deadline allows."""
+        limit_s = self._config.validation.timeout_s
+        try:
+            async with asyncio.timeout(limit_s), self._pinned():
+                await self._run_trials()
+        except TimeoutError:
+            self._num_timed_out_at_end = self.num_total - self.num_done - self._num_failed
+            self._reason = f"not done within {limit_s:g} s (validation.timeout_s)"
+            self._recorder.event("validation_timeout", step=self.step, waits=self._waits.describe())
+            return
+        self._set_status()
+
+    def _set_status(self) -> None:
+        missing = {str(failure): num for failure, num in sorted(self._failed.items())}
+        self.status = "partial" if missing else "complete"
+        self._reason = f"trials without a score: {missing}" if missing else ""
+
+    # -- placement ----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _pinned(self) -> AsyncIterator[None]:
+        exclusive = self._placement.mode == "exclusive"
+        if exclusive:
+            self._admission.hold(self._name)
+        try:
+            if exclusive:
+                await self._drain_rollouts()
+            self._pin_replicas(self._placement.num_replicas)
+            yield
+        finally:
+            for replica_id in sorted(self._pin.replica_ids):
+                self._unpin(replica_id)
+            if exclusive:
+                self._admission.resume()
+
+    async def _drain_rollouts(self) -> None:
+        """Wait until no rollout runs; each has a deadline of its own."""
+        with self._waits.waiting(self._name, "rollouts to drain", holder=self._pool.describe):
+            await self._pool.changed.until(
+                lambda: True if self._pool.num_leases(Purpose.TRAINING) == 0 else None
+            )
+
+    def _pin_replicas(self, count: int) -> None:
+        if self._placement.mode == "dedicated":
+            chosen = self._pool.ids(Role.DEDICATED)
+        else:
+            chosen = self._pool.choose_for_pin(count, self.version)
+        self._pool.pin(self._pin, chosen)
+        now_s = self._now_s()
+        self._pinned_since_s.update(dict.fromkeys(chosen, now_s))
+        self._recorder.event("pinned", step=self.step, version=self.version, replicas=chosen)
+
+    def _unpin(self, replica_id: int) -> None:
+        self._pool.unpin(self._pin, replica_id)
+        self.replica_s += self._now_s() - self._pinned_since_s.pop(replica_id)
+        self._recorder.event("unpinned", step=self.step, replica=replica_id)
+
+    def _return_idle_replicas(self) -> None:
+        """In the tail, give back each replica on which nothing of this validation runs."""
+        if self._placement.mode == "parallel" and not self._pending:
+            for replica_id in self._pool.idle_pinned(self._pin):
+                self._unpin(replica_id)
+
+    # -- trials -------------------------------------------------------------------------------
+
+    async def _run_trials(self) -> None:
+        async with asyncio.TaskGroup() as trials:
+            while True:
+                with self._waits.waiting(
+                    self._name, f"slots at version {self.version}", holder=self._pool.describe
+                ):
+                    lease = await self._pool.changed.until(self._next)
+                if lease == "done":
+                    return
+                group = self._pending.popleft()
+                self._pin.num_pending = len(self._pending)
+                self._num_running += 1
+                name = f"{self._name}-prompt-{group[0].prompt_index}"
+                trials.create_task(self._run_group(lease, group), name=name)
+
+    def _next(self) -> Lease | Literal["done"] | None:
+        """A lease for the next trials; `done` when none is pending or running; None: wait."""
+        if not self._pending:
+            self._return_idle_replicas()
+            return None if self._num_running else "done"
+        if not self._pin.replica_ids:
+            self._pin_replicas(1)
+        return self._pool.try_lease_validation(self._name, self._pin)
+
+    async def _run_group(self, lease: Lease, group: list[Trial]) -> None:
+        by_id = {self._sample_id(trial): trial for trial in group}
+        members = tuple(
+            Member(
+                sample_id=sample_id,
+                attempt=trial.attempt,
+                seed=derive_seed(self._config.trainer.seed, "validation", sample_id, trial.attempt),
+            )
+            for sample_id, trial in by_id.items()
+        )
+        try:
+            result = await self._runner.run(
+                lease,
+                group_id=group[0].prompt_index,
+                split=Split.VALIDATION,
+                prompt_index=group[0].prompt_index,
+                members=members,
+                sampling=self._sampling(),
+                timeout_s=self._config.trial_timeout_s,
+            )
+        finally:
+            self._num_running -= 1
+            self._pool.release(lease)
+        again = [
+            replace(by_id[outcome.sample_id], attempt=outcome.attempt + 1)
+            for outcome in result.outcomes
+            if self._take(by_id[outcome.sample_id], outcome)
+        ]
+        if again:
+            self._pending.append(again)
+            self._pin.num_pending = len(self._pending)
+        self._pool.changed.notify()
+
+    def _take(self, trial: Trial, outcome: RolloutOutcome) -> bool:
+        """Count an outcome in; True: the trial is to be run again."""
+        failure = outcome.failure
+        if failure is None and {version for version, _ in outcome.version_spans} != {self.version}:
+            failure = FailureClass.WRONG_VERSION
+            self._recorder.event(
+                "validation_response_refused",
+                step=self.step,
+                version=self.version,
+                sample_id=outcome.sample_id,
+                version_spans=outcome.version_spans,
+            )
+        if failure is None:
+            self._done.setdefault(trial.prompt_index, []).append(outcome)
+            self._versions[self.version] += 1
+            return False
+        key = (trial.prompt_index, trial.number, failure)
+        self._failed_attempts[key] += 1
+        if self._failed_attempts[key] <= self._config.rollout.retries.get(failure, 0):
+            return True
+        self._failed[failure] += 1
+        return False
+
+    def _sample_id(self, trial: Trial) -> str:
+        return f"val{self.step}-{trial.prompt_index}-{trial.number}"
+
+    def _sampling(self) -> SamplingParams:
+        validation, rollout = self._config.validation, self._config.rollout
+        return SamplingParams(
+            max_tokens=rollout.max_response_length,
+            temperature=validation.temperature,
+            top_p=validation.top_p,
+            top_k=validation.top_k,
+            stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
+        )
+
+    # -- result -------------------------------------------------------------------------------
+
+    @property
+    def _num_failed(self) -> int:
+        return sum(self._failed.values())
+
+    def row(self) -> dict[str, Any]:
+        """The validation's line in `validations.jsonl`."""
+        n = self._config.validation.n
+        score = score_trials(self._done, num_total=self.num_total, trials_per_prompt=n)
+        num_timeout = self._failed[FailureClass.TIMEOUT] + self._num_timed_out_at_end
+        failed = {
+            failure.value: num
+            for failure, num in sorted(self._failed.items())
+            if failure is not FailureClass.TIMEOUT and num
+        }
+        num_rest = self.num_total - self.num_done - num_timeout - sum(failed.values())
+        return {
+            "step": self.step,
+            "policy_version": self.version,
+            "mode": self._placement.mode,
+            "status": self.status,
+            "reason": self._reason if self.status == "partial" else "",
+            "n_total": self.num_total,
+            "n_done": self.num_done,
+            "n_failed": {**failed, **({"not_run": num_rest} if num_rest else {})},
+            "n_timeout": num_timeout,
+            "score": score.score,
+            "score_lower": score.lower,
+            "score_upper": score.upper,
+            "ci95": None if score.ci95 is None else list(score.ci95),
+            "metrics": score.metrics,
+            "started_s": round(self._started_s, 6),
+            "ended_s": round(self._now_s(), 6),
+            "response_versions": {str(v): num for v, num in sorted(self._versions.items())},
+        }
+
+    def describe(self) -> str:
+        """Progress in one line."""
+        return (
+            f"validation of step {self.step} (version {self.version}): {self.num_done} of "
+            f"{self.num_total} trials done, {self._num_running} prompts running"
+        )

@@ -1,0 +1,133 @@
+"""The rollout workers: started, given work, replaced when lost."""
+
+import asyncio
+from dataclasses import dataclass
+
+from freewheel.config.sections import HealthConfig
+from freewheel.control.restarts import Restarts
+from freewheel.control.waits import Signal, WaitTable
+from freewheel.errors import DataError, RolloutWorkerLostError, StartupError
+from freewheel.protocols import Backend, Recorder, RolloutWorker
+from freewheel.types import DatasetInfo, Split
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class WorkerSlot:
+    """One rollout worker as the control plane sees it. `worker` is None while there is none."""
+
+    worker_id: int
+    worker: RolloutWorker | None = None
+    num_calls: int = 0
+
+
+class WorkerPool:
+    """All rollout workers of a run; each has a loop of its own (`run_worker`)."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        backend: Backend,
+        restarts: Restarts,
+        health: HealthConfig,
+        waits: WaitTable,
+        recorder: Recorder,
+        changed: Signal,
+    ) -> None:
+        self.changed = changed
+        self.slots = [WorkerSlot(worker_id=i) for i in range(num_workers)]
+        self.datasets: dict[Split, DatasetInfo] | None = None
+        self._backend = backend
+        self._restarts = restarts
+        self._health = health
+        self._waits = waits
+        self._recorder = recorder
+
+    async def run_worker(self, worker_id: int) -> None:
+        """Keep one worker alive.
+
+        Consumes: reports of loss.
+        Produces: a worker that takes work.
+        Waits for: the process to start; then a report that it is lost.
+        Unblocked by: rollouts, validate and feed, which report a worker that fails them.
+        """
+        slot = self.slots[worker_id]
+        while True:
+            worker = self._backend.rollout_worker(worker_id)
+            try:
+                self._check_datasets(worker_id, await self._start(worker))
+                await self._serve_until_lost(slot, worker)
+            except RolloutWorkerLostError as lost:
+                slot.worker = None
+                self._restarts.spend(f"rollout-worker-{worker_id}", lost)
+            finally:
+                worker.kill()
+
+    async def _serve_until_lost(self, slot: WorkerSlot, worker: RolloutWorker) -> None:
+        slot.worker = worker
+        slot.num_calls = 0
+        self._recorder.event("rollout_worker_up", worker=slot.worker_id)
+        self.changed.notify()
+        await self.changed.until(lambda: None if slot.worker is worker else True)
+        raise RolloutWorkerLostError(f"rollout worker {slot.worker_id} was reported lost")
+
+    async def _start(self, worker: RolloutWorker) -> dict[Split, DatasetInfo]:
+        limit_s, name = self._health.startup_timeout_s, f"rollout-worker-{worker.worker_id}"
+        with self._waits.waiting(name, "its process and data", timeout_s=limit_s):
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await worker.start()
+            except TimeoutError as error:
+                raise StartupError(
+                    f"{name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
+                ) from error
+
+    def _check_datasets(self, worker_id: int, datasets: dict[Split, DatasetInfo]) -> None:
+        if self.datasets is None:
+            if datasets[Split.TRAIN].num_prompts < 1:
+                raise DataError("data.train_files holds no prompt")
+            self.datasets = datasets
+        elif datasets != self.datasets:
+            raise DataError(
+                f"rollout worker {worker_id} reads other data than the first worker: "
+                f"{datasets}, not {self.datasets}"
+            )
+
+    def report_lost(self, worker: RolloutWorker, reason: str) -> None:
+        """Take a worker out of service; its loop replaces it. Late reports are ignored."""
+        slot = self.slots[worker.worker_id]
+        if slot.worker is worker:
+            self._recorder.event("rollout_worker_lost", worker=worker.worker_id, reason=reason)
+            slot.worker = None
+            self.changed.notify()
+
+    def _least_loaded(self) -> RolloutWorker | None:
+        alive = [slot for slot in self.slots if slot.worker is not None]
+        if not alive:
+            return None
+        slot = min(alive, key=lambda s: (s.num_calls, s.worker_id))
+        return slot.worker
+
+    async def choose(self, waiter: str) -> RolloutWorker:
+        """The least loaded worker, waiting until there is one."""
+        worker = self._least_loaded()
+        if worker is not None:
+            return worker
+        with self._waits.waiting(waiter, "a rollout worker", holder="rollout worker start"):
+            return await self.changed.until(self._least_loaded)
+
+    def began_call(self, worker: RolloutWorker) -> None:
+        """Count a call in."""
+        self.slots[worker.worker_id].num_calls += 1
+
+    def ended_call(self, worker: RolloutWorker) -> None:
+        """Count a call out, unless the worker was replaced meanwhile."""
+        slot = self.slots[worker.worker_id]
+        if slot.worker is worker:
+            slot.num_calls -= 1
+
+    async def dataset(self, split: Split, waiter: str) -> DatasetInfo | None:
+        """Size and identity of a split, as soon as a worker is up; None if there is no such."""
+        with self._waits.waiting(waiter, "the data's size", holder="rollout worker start"):
+            datasets = await self.changed.until(lambda: self.datasets)
+        return datasets.get(split)

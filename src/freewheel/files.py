@@ -1,0 +1,73 @@
+"""Writing files so that a reader, or a crash, never sees half of one; JSON that all can read."""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write a file beside its place, bring it to disk, then move it there.
+
+    Args:
+        path: where it goes; its folder exists.
+        text: its content.
+        durable: false leaves the time of the disk write to the system.
+
+    Raises:
+        OSError: it could not be written; what was there before is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def dump_json(value: Any, *, indent: int | None = None) -> str:
+    """JSON that every reader takes: NaN and infinities become null, NumPy numbers plain ones."""
+    try:
+        return json.dumps(value, allow_nan=False, default=_plain, indent=indent)
+    except ValueError:
+        # Only now walk the value: hardly any row has such a number.
+        return json.dumps(_finite(value), allow_nan=False, default=_plain, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    plain = value if isinstance(value, str | int | float | bool | None) else _plain(value)
+    return plain if plain is value else _finite(plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for; a record never ends a run for a value of an odd type."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)

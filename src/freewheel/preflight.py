@@ -1,0 +1,178 @@
+"""What can be found out about a run's inputs before anything is started.
+
+It happens in a process of its own, which ends with its answer: the libraries that read data are
+heavy, and the control plane, which goes on in this process, should not carry them.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from freewheel.config import Config, dump_config, load_config
+from freewheel.config.checks import Purpose
+from freewheel.data import check_data
+from freewheel.data.dataset import file_names, files_key
+from freewheel.data.generated import PREFIX, GeneratedTask
+from freewheel.errors import ConfigError, DataError, FreewheelError
+from freewheel.loggers import check_loggers
+from freewheel.models import locate_model, recipes_folder
+from freewheel.types import Split
+
+TIMEOUT_S = 120.0
+"""Looking at footers and first lines takes seconds, importing the readers some more."""
+
+_WARNING = "warning: "
+_COUNT_LINES_BELOW_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What was found.
+
+    Attributes:
+        missing: files, folders and packages that are not on this machine; a line each.
+        problems: inputs that are here and cannot be used; a line each.
+        warnings: what will work, but hardly as meant.
+        notes: what the inputs are.
+        num_train_prompts, num_val_prompts: None where counting would read too much.
+    """
+
+    missing: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    num_train_prompts: int | None = None
+    num_val_prompts: int | None = None
+
+
+def check_inputs(config: Config, *, purpose: Purpose = "train") -> Findings:
+    """Look at data, model and loggers.
+
+    Raises:
+        ConfigError: the look itself failed, or took longer than `TIMEOUT_S`.
+    """
+    command = [sys.executable, "-m", "freewheel.preflight", purpose]
+    try:
+        done = subprocess.run(
+            command,
+            input=dump_config(config),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"data.train_files, data.val_files, model.path: looking at them took longer than "
+            f"{TIMEOUT_S:g} s"
+        ) from error
+    if done.returncode != 0:
+        raise ConfigError(f"the inputs could not be checked:\n{done.stderr.strip()}")
+    return TypeAdapter(Findings).validate_json(done.stdout.splitlines()[-1])
+
+
+def look(config: Config, *, purpose: Purpose = "train") -> Findings:
+    """As `check_inputs`, in this process."""
+    splits = tuple(Split) if purpose == "train" else (Split.VALIDATION,)
+    missing = [*check_loggers(config), *_missing_files(config, splits)]
+    problems: list[str] = []
+    lines: list[str] = []
+    if not _missing_files(config, splits):
+        lines += _try(partial(_look_at_data, config, purpose), problems)
+    lines += _try(partial(_look_at_model, config), problems if _is_model_here(config) else missing)
+    counts = {split: _count(config, split) for split in splits}
+    return Findings(
+        missing=tuple(missing),
+        problems=tuple(problems),
+        warnings=tuple(line for line in lines if line.startswith(_WARNING)),
+        notes=tuple(line for line in lines if not line.startswith(_WARNING)),
+        num_train_prompts=counts.get(Split.TRAIN),
+        num_val_prompts=counts.get(Split.VALIDATION),
+    )
+
+
+def _try(check: Callable[[], list[str]], failures: list[str]) -> list[str]:
+    try:
+        return check()
+    except (ConfigError, DataError) as error:
+        failures.append(str(error))
+        return []
+
+
+def _missing_files(config: Config, splits: Sequence[Split]) -> list[str]:
+    return [
+        f"{files_key(split)}: {name} does not exist"
+        for split in splits
+        for name in file_names(config, split)
+        if not name.startswith(PREFIX) and not Path(name).expanduser().exists()
+    ]
+
+
+def _look_at_data(config: Config, purpose: Purpose) -> list[str]:
+    if purpose == "train":
+        return check_data(config)
+    held_out = replace(config.data, train_files=config.data.val_files)
+    lines = check_data(replace(config, data=held_out))
+    return [line for line in lines if line.startswith("data.val_files")]
+
+
+def _is_model_here(config: Config) -> bool:
+    wanted = Path(config.model.path).expanduser()
+    return wanted.is_dir() or (recipes_folder() / wanted).is_dir()
+
+
+def _look_at_model(config: Config) -> list[str]:
+    return [f"model.path: {config.model.path}: {locate_model(config.model.path)}"]
+
+
+def _count(config: Config, split: Split) -> int | None:
+    """Prompts of a split, where that is cheap to know."""
+    limit = config.data.train_max_samples if split is Split.TRAIN else config.data.val_max_samples
+    counts = [_count_source(name, split) for name in file_names(config, split)]
+    known = [count for count in counts if count is not None]
+    if not counts or len(known) < len(counts):
+        return None
+    return min(sum(known), limit) if limit else sum(known)
+
+
+def _count_source(name: str, split: Split) -> int | None:
+    path = Path(name).expanduser()
+    try:
+        if name.startswith(PREFIX):
+            return len(GeneratedTask(name))
+        if path.is_dir():
+            from freewheel.data.hf_folder import load_split
+
+            return len(load_split(path, split)[1])
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            return pq.read_metadata(path).num_rows
+        if path.stat().st_size < _COUNT_LINES_BELOW_BYTES:
+            with path.open("rb") as file:
+                return sum(1 for line in file if line.strip())
+    except (FreewheelError, OSError, ValueError):
+        # Only a count for the plan; what is wrong with the source is reported by its check.
+        return None
+    return None
+
+
+def main() -> None:
+    """Read a configuration from standard input, write the findings to standard output."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(sys.stdin.read(), encoding="utf-8")
+        config = load_config(path)
+    purpose: Purpose = "validate" if sys.argv[1:] == ["validate"] else "train"
+    sys.stdout.write(json.dumps(asdict(look(config, purpose=purpose))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

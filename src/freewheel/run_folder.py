@@ -1,0 +1,350 @@
+"""The folder of a run: its files, who may write them, and how it is taken up again.
+
+One process at a time writes in it, by a lock that ends with the process however it ends. The three
+files that tell the story of training (`CUT_FILES`) are cut back to the checkpoint on resume; what
+is cut, and a line that a crash left half-written, goes to `superseded/`.
+"""
+
+import fcntl
+import io
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from freewheel.config import Config, dump_config, load_config
+from freewheel.errors import ConfigError, RecordError
+from freewheel.files import dump_json, sync_folder, write_atomic
+from freewheel.status import RunStatus
+
+CUT_FILES = ("metrics", "validations", "samples")
+ROW_FILES = (*CUT_FILES, "events")
+
+_CHUNK_BYTES = 1 << 20
+
+
+class RunClock:
+    """Seconds since the run's first start; goes on after a resume, never backwards.
+
+    Args:
+        time_origin: wall-clock time of the first start, in seconds since the epoch.
+        wall: the wall clock.
+        monotonic: the clock that the wall clock's jumps do not reach.
+    """
+
+    def __init__(
+        self,
+        time_origin: float,
+        *,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.time_origin = time_origin
+        self.wall = wall
+        self.monotonic = monotonic
+        self._offset_s = max(0.0, wall() - time_origin) - monotonic()
+
+    def t_s(self) -> float:
+        """Seconds since the run's first start."""
+        return self.monotonic() + self._offset_s
+
+    def stamp(self) -> dict[str, Any]:
+        """The three times of an event: `t_s`, `time` (wall, ISO 8601, UTC), `monotonic_s`."""
+        now = self.monotonic()
+        wall = datetime.fromtimestamp(self.wall(), UTC)
+        return {
+            "t_s": round(now + self._offset_s, 6),
+            "time": wall.isoformat(timespec="milliseconds"),
+            "monotonic_s": round(now, 6),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastStatus:
+    """What a run said of itself last, and when (`updated`, seconds since the epoch)."""
+
+    status: RunStatus
+    updated: float
+    pid: int
+    host: str
+
+
+class RunFolder:
+    """A run folder. Make one by `create`, `resume` (both lock it) or `look` (read only)."""
+
+    def __init__(self, path: Path, lock: io.TextIOWrapper | None = None) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> "RunFolder":
+        """Begin a new run.
+
+        Raises:
+            ConfigError: the folder holds a run, is in use, or cannot be made.
+        """
+        cls.check_free(path)
+        folder = cls(path, _lock_folder(path))
+        origin = {"time_origin": time.time(), "host": socket.gethostname()}
+        write_atomic(folder.origin_path, dump_json(origin) + "\n")
+        folder.write_config(config)
+        return folder
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Refuse a folder that holds a run.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if holds_run(path):
+            raise ConfigError(
+                f"{path} holds a run; resume it (freewheel resume {path}), or choose another "
+                "trainer.run_dir"
+            )
+
+    @classmethod
+    def resume(cls, path: Path) -> "RunFolder":
+        """Take up a run again. Call `cut_back` before anything is recorded.
+
+        Raises:
+            ConfigError: the folder holds no run, or is in use.
+        """
+        folder = cls.look(path)
+        folder._lock = _lock_folder(path)
+        for name in ROW_FILES:
+            folder._cut(name, _end_of_lines(folder.rows_path(name)))
+        if folder.summary_path.exists():
+            folder.summary_path.replace(folder._superseded("summary", ".json"))
+        return folder
+
+    @classmethod
+    def look(cls, path: Path) -> "RunFolder":
+        """Open a folder to read it.
+
+        Raises:
+            ConfigError: it holds no run.
+        """
+        if not holds_run(path):
+            reason = (
+                "is not a run folder: it has no config.yaml" if path.is_dir() else "no such folder"
+            )
+            raise ConfigError(f"{path}: {reason}")
+        return cls(path)
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def summary_path(self) -> Path:
+        """Written at the end, whatever the end."""
+        return self.path / "summary.json"
+
+    @property
+    def status_path(self) -> Path:
+        """What the run is doing."""
+        return self.path / "status.json"
+
+    @property
+    def origin_path(self) -> Path:
+        """When the run started first."""
+        return self.path / "origin.json"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def rows_path(self, name: str) -> Path:
+        """One of the files in `ROW_FILES`."""
+        return self.path / f"{name}.jsonl"
+
+    def clock(self) -> RunClock:
+        """A clock that counts from the run's first start."""
+        return RunClock(json.loads(self.origin_path.read_text(encoding="utf-8"))["time_origin"])
+
+    def read_config(self) -> Config:
+        """The resolved configuration."""
+        return load_config(self.config_path)
+
+    def write_config(self, config: Config) -> None:
+        """Replace the resolved configuration."""
+        write_atomic(self.config_path, dump_config(config))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write `summary.json`. Blocks until it is on disk."""
+        write_atomic(self.summary_path, dump_json(summary, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The summary, if the run has ended."""
+        return _read_json(self.summary_path)
+
+    def write_status(self, status: RunStatus) -> None:
+        """Write `status.json`. Blocks; a crash of the machine may lose the newest."""
+        head = {"pid": os.getpid(), "host": socket.gethostname(), "updated": time.time()}
+        text = dump_json(head)[:-1] + f', "status": {status.to_json()}}}\n'
+        write_atomic(self.status_path, text, durable=False)
+
+    def read_status(self) -> LastStatus | None:
+        """What the run said of itself last, if it ever did."""
+        found = _read_json(self.status_path)
+        if found is None:
+            return None
+        status = RunStatus.from_json(dump_json(found["status"]))
+        return LastStatus(
+            status=status, updated=found["updated"], pid=found["pid"], host=found["host"]
+        )
+
+    def is_in_use(self) -> bool:
+        """Whether a process on a machine that shares this file system holds the lock."""
+        try:
+            with _lock_path(self.path).open("r+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def num_rows(self) -> dict[str, int]:
+        """Complete lines in each of the files, by name."""
+        return {name: _count_lines(self.rows_path(name)) for name in ROW_FILES}
+
+    def cut_back(self, num_rows: dict[str, int]) -> None:
+        """Keep the first lines of the files that tell the story, as many as a checkpoint knew.
+
+        Args:
+            num_rows: by file name without suffix; a file that is not named is emptied.
+
+        Raises:
+            RecordError: a file has fewer lines than the checkpoint knew.
+        """
+        for name in CUT_FILES:
+            wanted = num_rows.get(name, 0)
+            self._cut(name, _offset_of_line(self.rows_path(name), wanted))
+
+    def close(self) -> None:
+        """Give up the lock. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _cut(self, name: str, offset: int) -> None:
+        """Move what is past an offset to `superseded/`: first copied and on disk, then cut off."""
+        path = self.rows_path(name)
+        if not path.exists() or path.stat().st_size == offset:
+            return
+        aside = self._superseded(name, ".jsonl")
+        temporary = aside.with_suffix(".tmp")
+        with path.open("rb") as source, temporary.open("wb") as target:
+            source.seek(offset)
+            while chunk := source.read(_CHUNK_BYTES):
+                target.write(chunk)
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(aside)
+        sync_folder(aside.parent)
+        with path.open("r+b") as file:
+            file.truncate(offset)
+            os.fsync(file.fileno())
+
+    def _superseded(self, name: str, suffix: str) -> Path:
+        """The next free name in `superseded/`."""
+        folder = self.path / "superseded"
+        folder.mkdir(exist_ok=True)
+        number = 1
+        while (folder / f"{name}.{number}{suffix}").exists():
+            number += 1
+        return folder / f"{name}.{number}{suffix}"
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds a run, begun or ended."""
+    return (path / "config.yaml").is_file() and (path / "origin.json").is_file()
+
+
+def resolve_run_dir(config: Config, *, now: datetime | None = None) -> Path:
+    """`trainer.run_dir` with its fields filled in; `{time}` is `20260131-235959`, local time."""
+    moment = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
+    trainer = config.trainer
+    name = trainer.run_dir.format(experiment_name=trainer.experiment_name, time=moment)
+    return Path(name).expanduser()
+
+
+def _lock_path(path: Path) -> Path:
+    return path / ".lock"
+
+
+def _lock_folder(path: Path) -> io.TextIOWrapper:
+    """Lock a folder, which is made if need be, until the file is closed or the process ends."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = _lock_path(path).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run folder {path} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ConfigError(f"run folder {path} is in use by {holder}") from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RecordError(f"{path} is not valid JSON: {error}") from error
+
+
+def _end_of_lines(path: Path) -> int:
+    """Offset behind the last complete line."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(0, position - _CHUNK_BYTES)
+            file.seek(start)
+            found = file.read(position - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            position = start
+    return 0
+
+
+def _count_lines(path: Path) -> int:
+    if not path.exists():
+        return 0
+    count = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            count += chunk.count(b"\n")
+    return count
+
+
+def _offset_of_line(path: Path, num_lines: int) -> int:
+    """Offset behind so many lines."""
+    offset = found = 0
+    if path.exists():
+        with path.open("rb") as file:
+            while found < num_lines and (line := file.readline()).endswith(b"\n"):
+                offset += len(line)
+                found += 1
+    if found < num_lines:
+        raise RecordError(f"{path} has {found} lines, but the checkpoint knew {num_lines}")
+    return offset

@@ -1,0 +1,1 @@
+"""Virtual time and fakes: the real controller without processes, models or waiting."""

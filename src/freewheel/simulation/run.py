@@ -1,0 +1,99 @@
+"""Run the real controller over fakes: from the beginning, or on from what a killed run left."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from freewheel.config.sections import Config
+from freewheel.control.controller import Controller, ResumePoint, RunEnd
+from freewheel.simulation.fakes import FakeBackend, FakeDisk, FakeTrajectory
+from freewheel.simulation.records import MemoryCheckpoints, MemoryRecorder
+from freewheel.simulation.settings import SimSettings
+from freewheel.simulation.virtual_time import run_virtual
+
+
+@dataclass(slots=True, kw_only=True)
+class SimRun:
+    """A simulated run: what it left on its disk, what it recorded, how it ended.
+
+    `end` is None if it was killed. `trained` lists (step, policy version, trajectory) of this
+    process's life only.
+    """
+
+    disk: FakeDisk = field(default_factory=FakeDisk)
+    recorder: MemoryRecorder = field(default_factory=MemoryRecorder)
+    checkpoints: MemoryCheckpoints = field(default_factory=lambda: MemoryCheckpoints(2))
+    end: RunEnd | None = None
+    trained: list[tuple[int, int, FakeTrajectory]] = field(
+        default_factory=list[tuple[int, int, FakeTrajectory]]
+    )
+    digest: str = ""
+    ended_s: float = 0.0
+
+
+def simulate(
+    config: Config,
+    settings: SimSettings,
+    *,
+    run: SimRun | None = None,
+    kill_at_s: float | None = None,
+    stop_at_s: float | None = None,
+    act: Callable[[Controller, FakeBackend], Any] | None = None,
+    debug: bool = False,
+) -> SimRun:
+    """Run a simulation to its end.
+
+    Args:
+        config: configuration of the run.
+        settings: what the fakes are like.
+        run: an earlier run that was killed or stopped: go on from its newest checkpoint.
+        kill_at_s: end the process at this virtual time, as SIGKILL would.
+        stop_at_s: ask for a stop at this virtual time, as SIGINT does.
+        act: called once with controller and backend before the run starts.
+        debug: asyncio's debug mode.
+
+    Raises:
+        DeadlockError, BlockedLoopError: see `run_virtual`.
+    """
+    run = run or SimRun()
+    resume = _resume_point(run)
+
+    async def main() -> None:
+        backend = FakeBackend(config, settings, run.disk)
+        await backend.start()
+        controller = Controller(
+            config,
+            backend=backend,
+            recorder=run.recorder,
+            checkpoints=run.checkpoints,
+            resume=resume,
+            started_s=0.0 if resume is None else resume.control["run_s"],
+        )
+        if act is not None:
+            act(controller, backend)
+        loop = asyncio.get_running_loop()
+        if stop_at_s is not None:
+            loop.call_at(stop_at_s, controller.stop, "SIGINT")
+        try:
+            async with asyncio.timeout(kill_at_s):
+                run.end = await controller.run()
+        except TimeoutError:
+            run.end = None
+        if backend.fake_trainer is not None:
+            run.trained, run.digest = backend.fake_trainer.trained, backend.fake_trainer.digest
+        run.ended_s = loop.time()
+
+    run_virtual(main, debug=debug)
+    return run
+
+
+def _resume_point(run: SimRun) -> ResumePoint | None:
+    if run.checkpoints.latest is None:
+        run.recorder = MemoryRecorder()
+        return None
+    folder = run.checkpoints.latest
+    control = json.loads(run.checkpoints.saved[folder])
+    run.recorder.cut_back(control["num_rows"])
+    return ResumePoint(folder=folder, control=control)

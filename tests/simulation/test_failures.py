@@ -1,0 +1,263 @@
+"""Each failure point: the named error and its exit code, or the recovery, within its limit."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from freewheel.errors import CheckpointError, TrainerLostError, TrainingDivergedError
+from freewheel.simulation.run import simulate
+from freewheel.simulation.settings import Faults, SimSettings
+from tests.simulation.scenarios import VALIDATION_MODES, check_samples, small_config
+
+SETTINGS = SimSettings(seed=5)
+
+
+def fail_at(method, *, call, error):
+    """Make the call number `call` of a fake's method raise."""
+    calls = 0
+
+    async def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return await method(*args, **kwargs)
+
+    return failing
+
+
+def hang_at(method, *, call):
+    calls = 0
+
+    async def hanging(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            await asyncio.Event().wait()
+        return await method(*args, **kwargs)
+
+    return hanging
+
+
+def ends_with(run, exit_code, text):
+    assert run.end.status == "failed"
+    assert run.end.exit_code == exit_code, run.end.cause
+    assert text in run.end.cause
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "exit_code"),
+    [
+        ("train_step", TrainingDivergedError("step 3: loss is nan"), 6),
+        ("train_step", TrainerLostError("the trainer died"), 5),
+        ("publish", TrainerLostError("the trainer died"), 5),
+        ("copy_state", TrainerLostError("the trainer died"), 5),
+        ("write_state", CheckpointError("disk full"), 7),
+        ("start", TrainerLostError("out of memory"), 5),
+        ("train_step", ZeroDivisionError("a bug"), 1),
+    ],
+)
+def test_a_failing_trainer_ends_the_run_with_its_cause(method, error, exit_code):
+    def injure(controller, backend):
+        trainer = backend.fake_trainer
+        setattr(trainer, method, fail_at(getattr(trainer, method), call=1, error=error))
+
+    run = simulate(small_config(), SETTINGS, act=injure)
+    ends_with(run, exit_code, str(error))
+
+
+@pytest.mark.parametrize(
+    ("method", "limit", "exit_code"),
+    [
+        ("start", "startup_timeout_s", 3),
+        ("train_step", "train_step_timeout_s", 4),
+        ("publish", "sync_timeout_s", 4),
+        ("copy_state", "checkpoint_timeout_s", 7),
+        ("write_state", "checkpoint_timeout_s", 7),
+    ],
+)
+def test_a_hanging_trainer_ends_the_run_at_its_limit(method, limit, exit_code):
+    def injure(controller, backend):
+        trainer = backend.fake_trainer
+        setattr(trainer, method, hang_at(getattr(trainer, method), call=1))
+
+    config = small_config()
+    config = replace(config, health=replace(config.health, **{limit: 20.0}))
+    run = simulate(config, SETTINGS, act=injure)
+    ends_with(run, exit_code, f"health.{limit}")
+    assert run.ended_s < 20.0 + 60.0
+
+
+def test_a_replica_that_hangs_in_a_weight_update_is_replaced():
+    def injure(controller, backend):
+        make = backend.replica
+        made = 0
+
+        def replica(replica_id):
+            nonlocal made
+            fake = make(replica_id)
+            made += 1
+            if made == 1:
+                fake.update_weights = hang_at(fake.update_weights, call=2)
+            return fake
+
+        backend.replica = replica
+
+    config = small_config()
+    run = simulate(config, SETTINGS, act=injure)
+    assert run.end.exit_code == 0, run.end.cause
+    check_samples(config, run)
+    assert run.end.summary["restarts"] == 1
+
+
+def test_a_replica_that_never_starts_ends_the_run_by_name():
+    def injure(controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+            if replica_id == 1:
+                fake.start = hang_at(fake.start, call=1)
+            return fake
+
+        backend.replica = replica
+
+    run = simulate(small_config(), SETTINGS, act=injure)
+    ends_with(run, 3, "replica-1 did not come up within 60 s (health.startup_timeout_s)")
+
+
+def test_a_worker_that_never_answers_is_replaced_and_its_groups_run_again():
+    def injure(controller, backend):
+        make = backend.rollout_worker
+        made = 0
+
+        def worker(worker_id):
+            nonlocal made
+            fake = make(worker_id)
+            made += 1
+            if made == 1:
+                fake.run_group = hang_at(fake.run_group, call=3)
+            return fake
+
+        backend.rollout_worker = worker
+
+    config = small_config()
+    run = simulate(config, SETTINGS, act=injure)
+    assert run.end.exit_code == 0, run.end.cause
+    check_samples(config, run)
+    assert run.end.summary["restarts"] == 1
+    attempts = [row["attempt"] for row in run.recorder.rows("samples")]
+    assert max(attempts) == 2
+
+
+def test_replicas_that_die_for_ever_end_the_run():
+    settings = replace(SETTINGS, faults=Faults(replica_deaths_per_s=5.0))
+    config = small_config()
+    config = replace(config, health=replace(config.health, max_restarts=4))
+    ends_with(simulate(config, settings), 5, "health.max_restarts")
+
+
+def test_environments_that_always_fail_end_the_run_with_the_counts():
+    settings = replace(SETTINGS, faults=Faults(environment=1.0))
+    config = small_config()
+    config = replace(config, health=replace(config.health, max_failed_groups_in_a_row=10))
+    run = simulate(config, settings)
+    ends_with(run, 4, "10 groups in a row failed")
+    assert "the environment raised ValueError" in run.end.cause
+
+
+def test_data_without_a_usable_prompt_ends_the_run():
+    settings = replace(SETTINGS, faults=Faults(over_long_prompt=1.0))
+    ends_with(simulate(small_config(), settings), 9, "none of the 64 prompts can be used")
+
+
+def hang_validation(number):
+    """One trial of every validation never returns: its worker call hangs."""
+
+    def injure(controller, backend):
+        make = backend.rollout_worker
+
+        def worker(worker_id):
+            fake = make(worker_id)
+            run_environment = fake._run_environment
+
+            async def run(request, replica, rng):
+                if request.purpose == "validation" and request.prompt_index == number:
+                    await asyncio.Event().wait()
+                return await run_environment(request, replica, rng)
+
+            fake._run_environment = run
+            return fake
+
+        backend.rollout_worker = worker
+
+    return injure
+
+
+@pytest.mark.parametrize("validation_mode", VALIDATION_MODES)
+@pytest.mark.parametrize("limit", ["trial", "validation"])
+def test_a_trial_that_never_returns_costs_only_itself(validation_mode, limit):
+    """Steps go on, the due checkpoint exists, the result is partial and says so."""
+    config = small_config("async_partial", validation_mode, total_training_steps=12, test_freq=6)
+    timeouts = {"trial_timeout_s": 25.0} if limit == "trial" else {"timeout_s": 25.0}
+    config = replace(config, validation=replace(config.validation, n=1, **timeouts))
+    run = simulate(config, SETTINGS, act=hang_validation(3))
+    healthy = simulate(config, SETTINGS)
+    assert run.end.exit_code == 0
+    assert run.end.summary["checkpoints"] == [3, 6, 9, 12]
+    rows = run.recorder.rows("validations")
+    assert [row["step"] for row in rows] == [0, 6, 12]
+    for row in rows:
+        assert (row["status"], row["n_done"], row["n_timeout"]) == ("partial", 7, 1)
+        assert row["score_lower"] == pytest.approx(row["score_upper"] - 1 / 8)
+    saved = [e["t_s"] for e in run.recorder.rows("events") if e["event"] == "checkpoint_saved"]
+    assert saved[1] < rows[1]["ended_s"]
+    if validation_mode != "exclusive":
+        last_steps = [r.recorder.rows("samples")[-1]["ended_s"] for r in (run, healthy)]
+        assert last_steps[0] <= last_steps[1] / 0.9
+
+
+@pytest.mark.parametrize("max_queued", [0, 1])
+def test_a_validation_due_while_one_runs_is_queued_or_skipped_with_its_reason(max_queued):
+    config = small_config("async_partial", "dedicated", total_training_steps=6, test_freq=1)
+    config = replace(
+        config,
+        validation=replace(config.validation, n=1, max_queued=max_queued, trial_timeout_s=25.0),
+    )
+    run = simulate(config, SETTINGS, act=hang_validation(0))
+    rows = sorted(run.recorder.rows("validations"), key=lambda row: row["step"])
+    assert [row["step"] for row in rows] == list(range(7))
+    skipped = [row for row in rows if row["status"] == "skipped"]
+    assert skipped
+    assert all("the validation of step 0 still runs" in row["reason"] for row in skipped[:2])
+    assert len(rows) - len(skipped) >= 2
+
+
+@pytest.mark.parametrize("validation_mode", ["parallel", "dedicated"])
+def test_three_weight_updates_during_a_validation_leave_its_version_alone(validation_mode):
+    config = small_config("async_partial", validation_mode, test_freq=100)
+    settings = replace(SETTINGS, num_val_prompts=40, train_step_s=1.0)
+    run = simulate(config, settings)
+    first = run.recorder.rows("validations")[0]
+    updates = [
+        e
+        for e in run.recorder.rows("events")
+        if e["event"] == "weights_published" and first["started_s"] < e["t_s"] < first["ended_s"]
+    ]
+    assert len(updates) >= 3
+    assert first["response_versions"] == {"0": 80}
+    assert run.end.summary["trainer_wait_s"]["validation"] == 0
+
+
+def test_the_same_error_in_two_loops_reports_the_first():
+    def injure(controller, backend):
+        backend.fake_trainer.train_step = fail_at(
+            backend.fake_trainer.train_step, call=3, error=TrainingDivergedError("later")
+        )
+        backend.fake_trainer.write_state = fail_at(
+            backend.fake_trainer.write_state, call=1, error=CheckpointError("earlier")
+        )
+
+    run = simulate(small_config(save_freq=1), replace(SETTINGS, train_step_s=30.0), act=injure)
+    ends_with(run, 7, "earlier")

@@ -1,0 +1,115 @@
+"""Checkpoint folders: atomic, verified, and a broken one is refused with what is wrong."""
+
+import asyncio
+import json
+import os
+import shutil
+
+import pytest
+
+from freewheel.checkpoint import (
+    FileCheckpointStore,
+    find_checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+)
+from freewheel.errors import CheckpointError
+
+
+def write(root, step, *, keep=2):
+    async def run():
+        store = FileCheckpointStore(root, keep=keep)
+        folder = await store.begin(step)
+        (folder / "hf").mkdir()
+        (folder / "hf" / "model.bin").write_bytes(bytes([step]) * 1000)
+        return await store.commit(step, {"train": {"step": step}})
+
+    return asyncio.run(run())
+
+
+def test_latest_is_the_newest_and_older_ones_are_dropped(tmp_path):
+    for step in (5, 10, 15):
+        write(tmp_path, step)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000015", "step_000010"]
+    assert (tmp_path / "latest").resolve().name == "step_000015"
+    found, problems = find_checkpoint(tmp_path)
+    assert (found.step, found.control, problems) == (15, {"train": {"step": 15}}, [])
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_one_just_written_is_kept_even_if_its_step_is_older(tmp_path):
+    write(tmp_path, 10)
+    write(tmp_path, 15)
+    write(tmp_path, 5, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000005"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "hf/model.bin").write_bytes(b"\0" * 1000), "SHA-256 differs"),
+        (lambda f: (f / "hf/model.bin").write_bytes(b"short"), "has 5 bytes"),
+        (lambda f: (f / "hf/model.bin").unlink(), "cannot be read"),
+        (lambda f: (f / "control.json").write_text("{"), "has 1 bytes"),
+        (lambda f: (f / "manifest.json").write_text("{"), "not valid JSON"),
+        (lambda f: (f / "manifest.json").unlink(), "cannot be read"),
+        (lambda f: (f / "manifest.json").write_text(json.dumps({"format": 9})), "format 9"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_found(tmp_path, damage, message):
+    write(tmp_path, 5)
+    damage(write(tmp_path, 10))
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path / "step_000010")
+    found, problems = find_checkpoint(tmp_path)
+    assert found.step == 5
+    assert len(problems) == 1
+    assert "step_000010" in problems[0]
+
+
+def test_a_crash_at_any_system_call_leaves_a_good_checkpoint(tmp_path, monkeypatch):
+    class CrashError(BaseException):
+        pass
+
+    calls = 0
+    crash_at = 0
+
+    def crashing(real):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == crash_at:
+                raise CrashError
+            return real(*args, **kwargs)
+
+        return call
+
+    names = ("rename", "replace", "fsync", "symlink", "mkdir", "unlink")
+    for name in names:
+        monkeypatch.setattr(os, name, crashing(getattr(os, name)))
+    monkeypatch.setattr(shutil, "rmtree", crashing(shutil.rmtree))
+    crash_point = 0
+    while True:
+        crash_point += 1
+        root = tmp_path / str(crash_point)
+        crash_at = 0
+        write(root, 5)
+        write(root, 10)
+        calls, crash_at = 0, crash_point
+        try:
+            write(root, 15)
+            break
+        except CrashError:
+            crash_at = 0
+        found, _ = find_checkpoint(root)
+        assert found.step in (10, 15)
+        write(root, 20)
+        found, problems = find_checkpoint(root)
+        assert (found.step, problems) == (20, [])
+    assert crash_point > 10
+
+
+def test_an_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        write(tmp_path / "file" / "checkpoints", 5)

@@ -1,0 +1,190 @@
+"""Leases, pins and due updates, without an event loop."""
+
+import pytest
+
+from freewheel.control.pool import Pin, Pool, Role
+from freewheel.control.waits import Signal
+from freewheel.errors import InvariantError
+from freewheel.types import Purpose
+
+
+class Process:
+    """Stands for a replica's process; the pool only passes it on."""
+
+
+def make_pool(num_shared=2, num_dedicated=0, capacity=2, partial_rollout=True):
+    pool = Pool(
+        num_shared=num_shared,
+        num_dedicated=num_dedicated,
+        capacity=capacity,
+        partial_rollout=partial_rollout,
+        changed=Signal(),
+        now_s=lambda: 0.0,
+    )
+    for replica_id in pool.slots:
+        pool.up(replica_id, Process())
+    return pool
+
+
+def publish(pool, version, *, load=()):
+    pool.published(version)
+    for replica_id in load:
+        assert pool.due_update(replica_id) == version
+        pool.begin_update(replica_id, version)
+        pool.end_update(replica_id, version)
+
+
+def test_nothing_is_leased_before_there_are_weights():
+    pool = make_pool()
+    assert pool.try_lease_training("g", min_version=0) is None
+    publish(pool, 0, load=[1])
+    assert pool.try_lease_training("g", min_version=0).replica_id == 1
+    assert pool.try_lease_training("g", min_version=1) is None
+
+
+def test_leases_go_to_the_least_loaded_and_end_at_capacity():
+    pool = make_pool()
+    publish(pool, 0, load=[0, 1])
+    leases = [pool.try_lease_training("g", min_version=0) for _ in range(4)]
+    assert [lease.replica_id for lease in leases] == [0, 1, 0, 1]
+    assert pool.try_lease_training("g", min_version=0) is None
+    pool.release(leases[1])
+    assert pool.try_lease_training("g", min_version=0).replica_id == 1
+
+
+def test_a_double_release_raises_and_a_lost_lease_can_be_released_once():
+    pool = make_pool()
+    publish(pool, 0, load=[0, 1])
+    lease = pool.try_lease_training("g", min_version=0)
+    pool.release(lease)
+    with pytest.raises(InvariantError, match="twice"):
+        pool.release(lease)
+    lost = pool.try_lease_training("h", min_version=0)
+    assert pool.down(lost.replica_id, lost.incarnation)
+    assert not pool.down(lost.replica_id, lost.incarnation)
+    pool.release(lost)
+    with pytest.raises(InvariantError, match="twice"):
+        pool.release(lost)
+
+
+def test_with_partial_rollout_a_replica_takes_weights_while_it_works():
+    pool = make_pool()
+    publish(pool, 0, load=[0, 1])
+    pool.try_lease_training("g", min_version=0)
+    pool.published(1)
+    assert pool.due_update(0) == 1
+
+
+def test_without_partial_rollout_a_replica_drains_first_and_alone():
+    pool = make_pool(partial_rollout=False)
+    publish(pool, 0, load=[0, 1])
+    lease = pool.try_lease_training("g", min_version=0)
+    pool.published(1)
+    assert pool.due_update(lease.replica_id) is None
+    assert pool.due_update(1 - lease.replica_id) == 1
+    assert pool.try_lease_training("h", min_version=0) is None
+    pool.release(lease)
+    assert pool.due_update(lease.replica_id) == 1
+
+
+def test_a_pinned_replica_keeps_its_version_and_the_others_go_on():
+    pool = make_pool()
+    publish(pool, 0, load=[0, 1])
+    pin = Pin(name="validation-0", version=0, num_pending=0)
+    pool.pin(pin, [0])
+    publish(pool, 1, load=[1])
+    assert pool.due_update(0) is None
+    assert pool.try_lease_validation("v", pin).replica_id == 0
+    assert pool.try_lease_training("g", min_version=1).replica_id == 1
+    assert pool.try_lease_training("g", min_version=0).replica_id == 0
+    pool.unpin(pin, 0)
+    assert pool.due_update(0) == 1
+
+
+def test_a_replica_pinned_for_the_next_version_waits_for_its_publication():
+    pool = make_pool(num_shared=1, partial_rollout=False)
+    publish(pool, 0, load=[0])
+    pin = Pin(name="validation-5", version=1, num_pending=3)
+    pool.pin(pin, [0])
+    assert pool.due_update(0) is None
+    assert pool.try_lease_validation("v", pin) is None
+    publish(pool, 1, load=[0])
+    assert pool.try_lease_validation("v", pin).version == 1
+
+
+def test_a_replica_goes_back_to_an_older_version_only_when_nothing_runs_on_it():
+    pool = make_pool(num_shared=1)
+    publish(pool, 0, load=[0])
+    publish(pool, 1, load=[0])
+    lease = pool.try_lease_training("g", min_version=1)
+    pool.pin(Pin(name="late", version=0, num_pending=1), [0])
+    assert pool.due_update(0) is None
+    assert pool.try_lease_training("h", min_version=0) is None
+    pool.release(lease)
+    assert pool.due_update(0) == 0
+
+
+def test_the_only_replica_is_shared_by_halves():
+    pool = make_pool(num_shared=1, capacity=4)
+    publish(pool, 0, load=[0])
+    pin = Pin(name="validation", version=0, num_pending=9)
+    pool.pin(pin, [0])
+    assert [pool.try_lease_validation("v", pin) is not None for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
+    taken = [pool.try_lease_training("g", min_version=0) is not None for _ in range(3)]
+    assert taken == [True, True, False]
+    assert pool.num_leases(Purpose.VALIDATION) == pool.num_leases(Purpose.TRAINING) == 2
+
+
+def test_a_validation_has_first_call_on_a_pinned_replica_while_another_is_free():
+    pool = make_pool(capacity=4)
+    publish(pool, 0, load=[0, 1])
+    pin = Pin(name="validation", version=0, num_pending=1)
+    pool.pin(pin, [0])
+    assert pool.try_lease_training("g", min_version=0).replica_id == 1
+    assert pool.try_lease_training("g", min_version=0).replica_id == 1
+    pin.num_pending = 0
+    assert pool.try_lease_training("g", min_version=0).replica_id == 0
+
+
+def test_dedicated_replicas_never_take_rollouts_and_only_the_pinned_version():
+    pool = make_pool(num_shared=1, num_dedicated=1)
+    publish(pool, 0, load=[0])
+    assert pool.due_update(1) is None
+    pin = Pin(name="validation", version=0, num_pending=1)
+    pool.pin(pin, pool.ids(Role.DEDICATED))
+    assert pool.due_update(1) == 0
+    pool.begin_update(1, 0)
+    pool.end_update(1, 0)
+    assert pool.try_lease_validation("v", pin).replica_id == 1
+    leases = [pool.try_lease_training("g", min_version=0) for _ in range(3)]
+    assert [lease and lease.replica_id for lease in leases] == [0, 0, None]
+
+
+def test_a_replaced_replica_stays_pinned_and_gets_the_pinned_version_again():
+    pool = make_pool()
+    publish(pool, 0, load=[0, 1])
+    pin = Pin(name="validation", version=0, num_pending=1)
+    pool.pin(pin, [0])
+    publish(pool, 1, load=[1])
+    pool.down(0, pool.slots[0].incarnation)
+    pool.up(0, Process())
+    assert pool.due_update(0) == 0
+
+
+def test_pinning_prefers_replicas_that_need_no_step_back():
+    pool = make_pool(num_shared=3)
+    publish(pool, 0, load=[0, 1, 2])
+    publish(pool, 1, load=[0, 1])
+    assert pool.choose_for_pin(1, version=0) == [2]
+    assert pool.choose_for_pin(2, version=1) == [0, 1]
+
+
+def test_two_pins_on_one_replica_are_a_bug():
+    pool = make_pool()
+    pool.pin(Pin(name="a", version=0, num_pending=0), [0])
+    with pytest.raises(InvariantError, match="pinned by a, b wants it too"):
+        pool.pin(Pin(name="b", version=0, num_pending=0), [0])
