@@ -75,7 +75,7 @@ class _EpisodeFacts:
         return self._host.record
 
     @property
-    def ground_truth(self) -> Any:  # noqa: ANN401  # whatever the data holds
+    def ground_truth(self) -> Any:  # whatever the data holds
         """What the reward compares with."""
         return self._host.record.ground_truth
 
@@ -101,7 +101,7 @@ class Episode(_EpisodeFacts):
     async def generate(
         self,
         messages: str | list[Message] | None = None,
-        **sampling: Any,  # noqa: ANN401  # fields of SamplingParams
+        **sampling: Any,  # fields of SamplingParams
     ) -> Turn:
         """Let the policy speak.
 
@@ -147,7 +147,7 @@ class SyncEpisode(_EpisodeFacts):
     def generate(
         self,
         messages: str | list[Message] | None = None,
-        **sampling: Any,  # noqa: ANN401  # fields of SamplingParams
+        **sampling: Any,  # fields of SamplingParams
     ) -> Turn:
         """See `Episode.generate`."""
         return self._call(lambda: self._host.generate(messages, sampling))

@@ -179,7 +179,7 @@ def _as_messages(prompt: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _load_tokenizer(model_path: Path, trust_remote_code: bool) -> Any:  # noqa: ANN401  # untyped
+def _load_tokenizer(model_path: Path, trust_remote_code: bool) -> Any:  # untyped
     try:
         return AutoTokenizer.from_pretrained(
             str(model_path), trust_remote_code=trust_remote_code, local_files_only=True

@@ -60,7 +60,7 @@ class Reward:
         if self._passes_extra:
             kwargs["extra"] = record.extra
 
-        def call() -> Any:  # noqa: ANN401  # whatever the user's function returns
+        def call() -> Any:  # whatever the user's function returns
             return self._function(response, record.ground_truth, **kwargs)
 
         try:

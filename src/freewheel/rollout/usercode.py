@@ -150,7 +150,7 @@ def is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(method)
 
 
-def import_object(spec: str, key: str) -> Any:  # noqa: ANN401  # whatever the user's module holds
+def import_object(spec: str, key: str) -> Any:  # whatever the user's module holds
     """What `module:name` names; the current folder is looked in too.
 
     Args:
