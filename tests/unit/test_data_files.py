@@ -99,7 +99,9 @@ def test_dotted_ground_truth(tmp_path):
         assert record.ground_truth == 7
         assert check_data(config_of(path, ground_truth_key="reward_model.ground_truth"))
         for check in (check_data, lambda config: open_dataset(config, Split.TRAIN)):
-            with pytest.raises((ConfigError, DataError), match=r"ground_truht.*nearest: 'ground_tr"):
+            with pytest.raises(
+                (ConfigError, DataError), match=r"ground_truht.*nearest: 'ground_tr"
+            ):
                 check(config_of(path, ground_truth_key="reward_model.ground_truht"))
 
 

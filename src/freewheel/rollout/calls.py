@@ -21,9 +21,15 @@ _OURS = __file__.rpartition("/")[0]
 
 
 class UserCodeError(Exception):
-    """User code raised `error`. Never leaves this package: callers give it a class of failure."""
+    """User code raised `error`. Never leaves this package: callers give it a class of failure.
+
+    Of a group of errors, `error` is the first.
+    """
 
     def __init__(self, error: BaseException) -> None:
+        # A task group of the user's hides what it is about.
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         super().__init__(describe(error))
         self.error = error
 
@@ -90,7 +96,7 @@ class ThreadPool:
         max_leaked: most further threads, each in place of one that does not come back.
     """
 
-    def __init__(self, name: str, *, max_threads: int, max_leaked: int = 64) -> None:
+    def __init__(self, name: str, *, max_threads: int, max_leaked: int) -> None:
         self._name = name
         self._max_threads = max_threads
         self._max_leaked = max_leaked
@@ -115,14 +121,13 @@ class ThreadPool:
             num_active: calls under way in this pool that are waited for, this one included.
             num_leaked: calls under way in this pool that were given up.
         """
-        limit = self._max_threads + min(num_leaked, self._max_leaked)
-        if self._num_threads < min(num_active + num_leaked, limit):
-            self._start_thread()
+        self.grow(num_active=num_active, num_leaked=num_leaked)
         self._queue.put((call, function))
 
-    def grow(self, *, num_leaked: int) -> None:
-        """Start a thread in place of one that was just given up on, within the bound."""
-        if self._num_threads < self._max_threads + min(num_leaked, self._max_leaked):
+    def grow(self, *, num_active: int, num_leaked: int) -> None:
+        """Start a thread if calls may have to wait for one, within the bounds."""
+        limit = self._max_threads + min(num_leaked, self._max_leaked)
+        if self._num_threads < min(num_active + num_leaked, limit):
             self._start_thread()
 
     def close(self) -> None:

@@ -10,17 +10,16 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-from freewheel.data.records import Message, PromptRecord, nearest
+from freewheel.data.records import Message, nearest
 from freewheel.errors import FailureClass, ReplicaLostError, RolloutError
 from freewheel.rollout.batching import BatchingGenerator
 from freewheel.rollout.calls import UserCodeError
-from freewheel.rollout.environment import EnvironmentType, Episode, SyncEpisode, Turn
-from freewheel.rollout.render import Renderer, Tokens
-from freewheel.rollout.rewards import Reward, RewardResult, check_reward
+from freewheel.rollout.environment import Episode, SyncEpisode, Turn
+from freewheel.rollout.rewards import RewardResult, check_reward
+from freewheel.rollout.services import GroupPrompt, Services
 from freewheel.rollout.transcript import Transcript
-from freewheel.rollout.usercode import UserCode
 from freewheel.types import (
     Generation,
     GenerationRequest,
@@ -32,36 +31,10 @@ from freewheel.types import (
 )
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _TIMER_S = 1e-3
 """How early a timer may fire."""
 _ENGINE_FAULTS = (FailureClass.ENGINE, FailureClass.TIMEOUT)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """What the rollouts of one worker share. The renderer is used in its own thread only."""
-
-    renderer: Renderer
-    renderer_thread: concurrent.futures.Executor
-    environment: EnvironmentType
-    reward: Reward
-    reward_timeout_s: float
-    user_code: UserCode
-
-    async def render(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the renderer in its thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.renderer_thread, lambda: function(*args, **kwargs))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPrompt:
-    """The prompt of a group: its record, and its tokens, int32 (T,)."""
-
-    record: PromptRecord
-    token_ids: Tokens
 
 
 class RolloutHost:

@@ -32,12 +32,16 @@ class UserCode:
         max_environment_threads: most sync environments at once.
         max_reward_threads: most sync rewards at once. A pool of their own: environments wait for
             rewards, and would wait for ever if they held all threads.
+        max_leaked: most further threads of each pool, in place of those that do not come back.
     """
 
-    def __init__(self, *, max_environment_threads: int, max_reward_threads: int) -> None:
+    def __init__(
+        self, *, max_environment_threads: int, max_reward_threads: int, max_leaked: int = 64
+    ) -> None:
+        sizes = {"environment": max_environment_threads, "reward": max_reward_threads}
         self._pools = {
-            "environment": ThreadPool("environment", max_threads=max_environment_threads),
-            "reward": ThreadPool("reward", max_threads=max_reward_threads),
+            name: ThreadPool(name, max_threads=size, max_leaked=max_leaked)
+            for name, size in sizes.items()
         }
         self._active: dict[str, set[Call[Any]]] = {name: set() for name in [*self._pools, "loop"]}
         self._leaked: dict[str, set[Call[Any]]] = {name: set() for name in self._active}
@@ -67,7 +71,9 @@ class UserCode:
         except asyncio.CancelledError as error:
             if self._give_up(pool, call):
                 error.add_note(f"at {blocking_frame(call.thread_id)}")
-                self._pools[pool].grow(num_leaked=len(self._leaked[pool]))
+                self._pools[pool].grow(
+                    num_active=len(self._active[pool]), num_leaked=len(self._leaked[pool])
+                )
             else:
                 error.add_note(f"waiting for one of {self._pools[pool].num_threads} threads")
             raise

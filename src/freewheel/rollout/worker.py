@@ -17,9 +17,10 @@ from freewheel.errors import FailureClass, RolloutError
 from freewheel.protocols import Generator
 from freewheel.rollout.batching import BatchingGenerator
 from freewheel.rollout.environment import load_environment
-from freewheel.rollout.host import GroupPrompt, RolloutHost, Services
+from freewheel.rollout.host import RolloutHost
 from freewheel.rollout.render import Renderer, read_record
 from freewheel.rollout.rewards import load_reward
+from freewheel.rollout.services import GroupPrompt, Services
 from freewheel.rollout.usercode import UserCode
 from freewheel.types import (
     DatasetInfo,
