@@ -13,6 +13,7 @@ from pathlib import Path
 
 from freewheel.config.sections import Config
 from freewheel.data.dataset import PromptDataset, file_names, open_dataset
+from freewheel.data.records import PromptRecord
 from freewheel.errors import FailureClass, RolloutError
 from freewheel.protocols import Generator
 from freewheel.rollout.batching import BatchingGenerator
@@ -81,7 +82,11 @@ class RolloutWorkerCore:
 
     async def prepare(self, split: Split, indices: Sequence[int]) -> list[PromptInfo]:
         """Read, render and tokenize prompts; says which cannot be used, and why."""
-        return [await self._prepare_one(split, index) for index in indices]
+        # One hop to each thread, not two a prompt: on a busy machine a hop costs more than work.
+        services, dataset = self._started(), self._datasets[split]
+        loop = asyncio.get_running_loop()
+        records = await loop.run_in_executor(self._data_thread, _read_records, dataset, indices)
+        return await services.render(_describe_prompts, services.renderer, dataset, records)
 
     async def run_group(
         self, request: GroupRequest, generator: Generator
@@ -115,21 +120,6 @@ class RolloutWorkerCore:
             await services.user_code.aclose()
         for thread in (self._data_thread, self._renderer_thread):
             thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _prepare_one(self, split: Split, index: int) -> PromptInfo:
-        dataset = self._datasets[split]
-        loop = asyncio.get_running_loop()
-        try:
-            record = await loop.run_in_executor(self._data_thread, read_record, dataset, index)
-        except RolloutError as error:
-            return PromptInfo(
-                prompt_index=index,
-                num_prompt_tokens=0,
-                failure=error.failure,
-                message=str(error),
-            )
-        services = self._started()
-        return await services.render(services.renderer.info, dataset, index, record)
 
     async def _group_prompt(self, request: GroupRequest, deadline: float) -> GroupPrompt:
         services = self._started()
@@ -201,6 +191,37 @@ class RolloutWorkerCore:
         if self._services is None:
             raise RuntimeError(f"rollout worker {self._worker_id} is not started, or closed")
         return self._services
+
+
+def _read_records(
+    dataset: PromptDataset, indices: Sequence[int]
+) -> list[tuple[int, PromptRecord | RolloutError]]:
+    """(index, record, or why there is none) of each prompt."""
+    records: list[tuple[int, PromptRecord | RolloutError]] = []
+    for index in indices:
+        try:
+            records.append((index, read_record(dataset, index)))
+        except RolloutError as error:
+            records.append((index, error))
+    return records
+
+
+def _describe_prompts(
+    renderer: Renderer,
+    dataset: PromptDataset,
+    records: list[tuple[int, PromptRecord | RolloutError]],
+) -> list[PromptInfo]:
+    return [
+        renderer.info(dataset, index, record)
+        if isinstance(record, PromptRecord)
+        else PromptInfo(
+            prompt_index=index,
+            num_prompt_tokens=0,
+            failure=record.failure,
+            message=str(record),
+        )
+        for index, record in records
+    ]
 
 
 def _fail_all(request: GroupRequest, error: RolloutError) -> tuple[RolloutOutcome, ...]:
