@@ -38,7 +38,7 @@ class DataConfig:
     """Column of the prompt: a text, or a list of chat messages (`role`, `content`)."""
     ground_truth_key: str = "ground_truth"
     """Column of what the reward compares with; a dotted path goes into nested columns
-    (`reward_model.ground_truth`)."""
+    (`reward_model.ground_truth`). Empty: the data has none."""
     system_prompt: str = ""
     """Put before the messages of every prompt when the chat template is applied."""
     apply_chat_template: bool | None = None

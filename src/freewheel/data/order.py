@@ -65,8 +65,14 @@ def _permute(num_prompts: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """A permutation from raw bits.
 
     numpy promises that the stream of a bit generator never changes, but not what
-    `Generator.permutation` makes of it: a resumed run must not depend on numpy's version.
+    `Generator.permutation` makes of it: a resumed run must not depend on numpy's version. The index
+    in the low bits makes the keys unique, so that the order does not depend on the sort either.
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF, epoch]))
     keys = np.asarray(bits.random_raw(num_prompts), dtype=np.uint64)
-    return np.argsort(keys, kind="stable")
+    low = np.uint64((1 << (num_prompts - 1).bit_length()) - 1)
+    keys &= ~low
+    keys |= np.arange(num_prompts, dtype=np.uint64)
+    keys.sort()
+    keys &= low
+    return keys.astype(np.int64)

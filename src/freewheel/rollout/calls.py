@@ -1,0 +1,248 @@
+"""Where user code runs: never on the event loop that serves rollouts.
+
+A `Call` is one piece of user code under way. The serving loop awaits its future; a thread of a
+`ThreadPool` (sync code) or the loop of a `LoopThread` (async code) runs it. A call that is given up
+is asked to stop and not waited for: it counts as leaked until it really ends. All threads are
+daemons, so that leaked ones cannot hold the process open.
+"""
+
+import asyncio
+import contextlib
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_OURS = __file__.rpartition("/")[0]
+
+
+class UserCodeError(Exception):
+    """User code raised `error`. Never leaves this package: callers give it a class of failure.
+
+    Of a group of errors, `error` is the first.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        # A task group of the user's hides what it is about.
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        super().__init__(describe(error))
+        self.error = error
+
+
+class Call(Generic[T]):
+    """One call of user code. Made and awaited on the serving loop, run elsewhere.
+
+    Args:
+        name: what runs, for messages and thread dumps.
+        on_end: called on the serving loop when the code has really ended.
+    """
+
+    def __init__(self, name: str, on_end: "Callable[[Call[Any]], None]") -> None:
+        self.name = name
+        self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.thread_id: int | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._claimed = False
+        self._given_up = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._given_up
+
+    def claim(self) -> bool:
+        """Called by the runner before it starts. False: given up meanwhile, do not start."""
+        with self._lock:
+            self._claimed = not self._given_up
+        self.thread_id = threading.get_ident()
+        return self._claimed
+
+    def give_up(self) -> bool:
+        """Stop waiting. Returns whether the code runs on: it had been started."""
+        with self._lock:
+            self._given_up = True
+            return self._claimed
+
+    def end(self, result: T | None = None, error: BaseException | None = None) -> None:
+        """Called by the runner, from its thread, when the code has ended."""
+        # The loop is gone when the worker was closed before its user code ended.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._settle, result, error)
+
+    def _settle(self, result: T | None, error: BaseException | None) -> None:
+        self._on_end(self)
+        if self.future.done():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)  # type: ignore[arg-type]  # None only where T allows it
+
+
+class ThreadPool:
+    """Daemon threads for sync user code, started when all others are busy.
+
+    Args:
+        name: of the threads.
+        max_threads: most threads that do useful work at once.
+        max_leaked: most further threads, each in place of one that does not come back.
+    """
+
+    def __init__(self, name: str, *, max_threads: int, max_leaked: int) -> None:
+        self._name = name
+        self._max_threads = max_threads
+        self._max_leaked = max_leaked
+        self._num_threads = 0
+        self._queue: queue.SimpleQueue[tuple[Call[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+
+    @property
+    def num_threads(self) -> int:
+        """Threads started and not asked to end."""
+        return self._num_threads
+
+    def submit(
+        self, call: Call[T], function: Callable[[], T], *, num_active: int, num_leaked: int
+    ) -> None:
+        """Run a function in a thread. Called on the serving loop.
+
+        Args:
+            call: takes the result.
+            function: user code.
+            num_active: calls under way in this pool that are waited for, this one included.
+            num_leaked: calls under way in this pool that were given up.
+        """
+        self.grow(num_active=num_active, num_leaked=num_leaked)
+        self._queue.put((call, function))
+
+    def grow(self, *, num_active: int, num_leaked: int) -> None:
+        """Start a thread if calls may have to wait for one, within the bounds."""
+        limit = self._max_threads + min(num_leaked, self._max_leaked)
+        if self._num_threads < min(num_active + num_leaked, limit):
+            self._start_thread()
+
+    def close(self) -> None:
+        """Ask all threads to end. Does not wait."""
+        for _ in range(self._num_threads):
+            self._queue.put(None)
+        self._num_threads = 0
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{self._num_threads}"
+        self._num_threads += 1
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            call, function = item
+            if not call.claim():
+                call.end()
+                continue
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001  # boundary: user code, sys.exit included
+                call.end(error=UserCodeError(error))
+            else:
+                call.end(result)
+
+
+class LoopThread:
+    """A daemon thread with an event loop for async user code."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def thread_id(self) -> int | None:
+        """Identifier of the thread."""
+        return self._thread.ident
+
+    def submit(self, call: Call[T], make: Callable[[], Awaitable[T]]) -> None:
+        """Run a coroutine on this loop. Called on the serving loop; `make` runs on this one."""
+        self._loop.call_soon_threadsafe(self._begin, call, make)
+
+    def cancel(self, call: Call[Any], on_reached: Callable[[], None]) -> None:
+        """Cancel a call; `on_reached` is called from this thread once the loop has turned."""
+
+        def reach() -> None:
+            if call.task is not None:
+                call.task.cancel()
+            on_reached()
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(reach)
+
+    def close(self) -> None:
+        """Cancel what runs, and end the loop and the thread as soon as user code lets them."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end. Blocks: never on an event loop."""
+        self._thread.join(timeout_s)
+
+    def _begin(self, call: Call[T], make: Callable[[], Awaitable[T]]) -> None:
+        if not call.claim():
+            call.end()
+            return
+        # The set owns the task; it ends with the call, or is cancelled when the loop ends.
+        call.task = self._loop.create_task(_run_call(call, make), name=call.name)
+        self._tasks.add(call.task)
+        call.task.add_done_callback(self._tasks.discard)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            if left := asyncio.all_tasks(self._loop):
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+        finally:
+            self._loop.close()
+
+
+async def _run_call(call: Call[T], make: Callable[[], Awaitable[T]]) -> None:
+    try:
+        result = await make()
+    except asyncio.CancelledError as error:
+        call.end(error=UserCodeError(error))
+        raise
+    except BaseException as error:  # noqa: BLE001  # boundary: sys.exit must not end the loop
+        call.end(error=UserCodeError(error))
+    else:
+        call.end(result)
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an error, the place being the innermost frame of user code."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OURS)
+    ]
+    if not frames:
+        return text
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})"
+
+
+def blocking_frame(thread_id: int | None) -> str:
+    """Where a thread is right now: `file:line in function`, or the empty string."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  # documented API
+    frame = frames.get(thread_id) if thread_id is not None else None
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

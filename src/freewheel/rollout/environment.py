@@ -1,0 +1,227 @@
+"""What a user's environment sees: one episode, its turns and its reward.
+
+An environment is a class whose constructor takes no arguments; each rollout gets an instance. Its
+`run` plays one episode and returns the reward. An async `run` is on an event loop for user code, a
+sync one in a thread: neither can hold up other rollouts, and past its deadline neither is waited
+for. A `run` looks like this::
+
+    async def run(self, episode: Episode) -> float | RewardResult:
+        turn = await episode.generate()
+        while call := find_tool_call(turn.text):
+            turn = await episode.generate([{"role": "tool", "content": await use_tool(call)}])
+        return await episode.reward(turn.text)
+"""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from freewheel.data.records import Message, PromptRecord, nearest
+from freewheel.errors import ConfigError, FailureClass, RolloutError
+from freewheel.rollout.rewards import RewardResult
+from freewheel.rollout.usercode import import_object, is_async
+from freewheel.types import Purpose
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the policy said in one turn.
+
+    `text` is without special tokens. `finish_reason` is `stop`, or `length` when the response's
+    limit is reached; past it further turns are empty.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+class EpisodeHost(Protocol):
+    """The serving side of an episode. Its coroutines run on `loop` only."""
+
+    loop: asyncio.AbstractEventLoop
+    record: PromptRecord
+    purpose: Purpose
+    sample_id: str
+
+    async def generate(self, added: str | list[Message] | None, overrides: dict[str, Any]) -> Turn:
+        """Add to the record and sample a turn."""
+        ...
+
+    async def reward(self, text: str) -> RewardResult:
+        """Call the reward function."""
+        ...
+
+    async def add_text(self, text: str) -> bool:
+        """Add text to the record."""
+        ...
+
+    def submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
+        """Run one of these on `loop`, from any thread."""
+        ...
+
+
+class _EpisodeFacts:
+    def __init__(self, host: EpisodeHost) -> None:
+        self._host = host
+
+    @property
+    def prompt(self) -> PromptRecord:
+        """The row of the data."""
+        return self._host.record
+
+    @property
+    def ground_truth(self) -> Any:  # whatever the data holds
+        """What the reward compares with."""
+        return self._host.record.ground_truth
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The row's other columns."""
+        return self._host.record.extra
+
+    @property
+    def purpose(self) -> Purpose:
+        """Training or validation."""
+        return self._host.purpose
+
+    @property
+    def sample_id(self) -> str:
+        """Id of the rollout."""
+        return self._host.sample_id
+
+
+class Episode(_EpisodeFacts):
+    """One rollout as an async environment sees it. Its methods may be awaited on any event loop."""
+
+    async def generate(
+        self,
+        messages: str | list[Message] | None = None,
+        **sampling: Any,  # fields of SamplingParams
+    ) -> Turn:
+        """Let the policy speak.
+
+        Args:
+            messages: in the first turn, the prompt in place of the data's. Later, what the
+                environment adds before the policy speaks again: chat messages, or a text (one user
+                message under a chat template, plain text without). None: nothing.
+            **sampling: fields of `SamplingParams` in place of the configuration's, for this turn.
+
+        Raises:
+            RolloutError: the prompt or an argument cannot be used, the engine failed, or the
+                episode is over.
+            ReplicaLostError: the replica's process is gone.
+        """
+        return await self._call(lambda: self._host.generate(messages, sampling))
+
+    async def add_text(self, text: str) -> bool:
+        """Append text as it stands to the response, such as a tool's result within a turn.
+
+        Returns:
+            False when it does not fit any more; nothing is appended then.
+        """
+        return await self._call(lambda: self._host.add_text(text))
+
+    async def reward(self, text: str) -> RewardResult:
+        """What the configured reward function says of a response.
+
+        Raises:
+            RolloutError: the function raised, returned no finite number (class `reward`), or took
+                too long (`timeout`).
+        """
+        return await self._call(lambda: self._host.reward(text))
+
+    async def _call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if asyncio.get_running_loop() is self._host.loop:
+            return await make()
+        return await asyncio.wrap_future(self._host.submit(make))
+
+
+class SyncEpisode(_EpisodeFacts):
+    """One rollout as an environment with a sync `run` sees it: as `Episode`, without `await`."""
+
+    def generate(
+        self,
+        messages: str | list[Message] | None = None,
+        **sampling: Any,  # fields of SamplingParams
+    ) -> Turn:
+        """See `Episode.generate`."""
+        return self._call(lambda: self._host.generate(messages, sampling))
+
+    def add_text(self, text: str) -> bool:
+        """See `Episode.add_text`."""
+        return self._call(lambda: self._host.add_text(text))
+
+    def reward(self, text: str) -> RewardResult:
+        """See `Episode.reward`."""
+        return self._call(lambda: self._host.reward(text))
+
+    def _call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        # Blocks a thread of the pool, which is what it is for; never one that runs a loop.
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RolloutError(
+                FailureClass.ENVIRONMENT, "a sync `run` must not use the episode on an event loop"
+            )
+        try:
+            return self._host.submit(make).result()
+        except concurrent.futures.CancelledError as error:
+            raise RolloutError(FailureClass.TIMEOUT, "the episode is over") from error
+
+
+class Environment(Protocol):
+    """An environment. `run` may be sync as well; it gets a `SyncEpisode` then."""
+
+    async def run(self, episode: Episode) -> float | RewardResult:
+        """Play one episode; returns its reward."""
+        ...
+
+
+class SingleTurn:
+    """The built-in environment: one response to the prompt, and its reward."""
+
+    async def run(self, episode: Episode) -> RewardResult:
+        """Play one episode."""
+        turn = await episode.generate()
+        return await episode.reward(turn.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentType:
+    """An environment class, checked. `make` builds an instance; user code, unless it is ours."""
+
+    name: str
+    make: Callable[[], Any]
+    is_async: bool
+    is_ours: bool
+
+
+def load_environment(spec: str) -> EnvironmentType:
+    """The environment that `rollout.environment` names.
+
+    Raises:
+        ConfigError: no such name, module or class, or it has no `run`.
+    """
+    if spec == "single_turn":
+        return EnvironmentType(name=spec, make=SingleTurn, is_async=True, is_ours=True)
+    key = "rollout.environment"
+    if ":" not in spec:
+        raise ConfigError(
+            f"{key}={spec!r}: single_turn or module:Class wanted{nearest(spec, ['single_turn'])}"
+        )
+    found = import_object(spec, key)
+    run = getattr(found, "run", None)
+    if not isinstance(found, type) or not callable(run):
+        raise ConfigError(
+            f"{key}={spec!r}: a class with a method `run(self, episode)` wanted, found "
+            f"{type(found).__name__} {getattr(found, '__name__', found)!r}"
+            f"{'' if callable(run) else ' without `run`'}"
+        )
+    return EnvironmentType(name=spec, make=found, is_async=is_async(run), is_ours=False)

@@ -1,0 +1,189 @@
+"""Runs user code off the serving loop, and keeps count of what does not come back.
+
+Deadlines belong to the caller, on the serving loop: cancelling an await here gives the call up at
+once, whatever the user code does about it. The `CancelledError` takes a note along that says where
+the user code was; `asyncio.timeout` keeps it as the cause of its `TimeoutError`.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from freewheel.data.records import nearest
+from freewheel.errors import ConfigError
+from freewheel.rollout.calls import Call, LoopThread, ThreadPool, blocking_frame
+
+T = TypeVar("T")
+
+_LOOP_ANSWER_S = 1.0
+"""A loop that does not take a cancellation within this is blocked; new calls get a new loop."""
+_MAX_LOOPS = 8
+
+
+class UserCode:
+    """Threads and loop for one worker's user code. Used on the serving loop only.
+
+    Args:
+        max_environment_threads: most sync environments at once.
+        max_reward_threads: most sync rewards at once. A pool of their own: environments wait for
+            rewards, and would wait for ever if they held all threads.
+        max_leaked: most further threads of each pool, in place of those that do not come back.
+    """
+
+    def __init__(
+        self, *, max_environment_threads: int, max_reward_threads: int, max_leaked: int = 64
+    ) -> None:
+        sizes = {"environment": max_environment_threads, "reward": max_reward_threads}
+        self._pools = {
+            name: ThreadPool(name, max_threads=size, max_leaked=max_leaked)
+            for name, size in sizes.items()
+        }
+        self._active: dict[str, set[Call[Any]]] = {name: set() for name in [*self._pools, "loop"]}
+        self._leaked: dict[str, set[Call[Any]]] = {name: set() for name in self._active}
+        self._loops: list[LoopThread] = []
+        self._loop_is_blocked = False
+
+    @property
+    def num_leaked(self) -> int:
+        """Calls that were given up and have not ended."""
+        return sum(len(calls) for calls in self._leaked.values())
+
+    async def run_sync(self, pool: str, name: str, function: Callable[[], T]) -> T:
+        """Run a function in a thread of the pool `environment` or `reward`.
+
+        Raises:
+            UserCodeError: the function raised.
+        """
+        call = self._new_call(pool, name)
+        self._pools[pool].submit(
+            call,
+            function,
+            num_active=len(self._active[pool]),
+            num_leaked=len(self._leaked[pool]),
+        )
+        try:
+            return await call.future
+        except asyncio.CancelledError as error:
+            if self._give_up(pool, call):
+                error.add_note(f"at {blocking_frame(call.thread_id)}")
+                self._pools[pool].grow(
+                    num_active=len(self._active[pool]), num_leaked=len(self._leaked[pool])
+                )
+            else:
+                error.add_note(f"waiting for one of {self._pools[pool].num_threads} threads")
+            raise
+
+    async def run_async(self, name: str, make: Callable[[], Awaitable[T]]) -> T:
+        """Run a coroutine on the loop of the user code.
+
+        Raises:
+            UserCodeError: the coroutine raised, or was cancelled by itself.
+        """
+        call = self._new_call("loop", name)
+        loop = self._current_loop()
+        loop.submit(call, make)
+        try:
+            return await call.future
+        except asyncio.CancelledError as error:
+            self._give_up("loop", call)
+            self._cancel(loop, call)
+            frame = blocking_frame(loop.thread_id)
+            if "selectors.py" not in frame:
+                error.add_note(f"its event loop is at {frame}")
+            raise
+
+    async def aclose(self) -> None:
+        """End threads and loops; those that user code holds are left behind, as daemons."""
+        loops, self._loops = self._loops, []
+        for closing in [*self._pools.values(), *loops]:
+            closing.close()
+        for loop in loops:
+            await asyncio.to_thread(loop.join, 2 * _LOOP_ANSWER_S)
+
+    def _new_call(self, kind: str, name: str) -> Call[Any]:
+        call = Call[Any](name, lambda ended: self._ended(kind, ended))
+        self._active[kind].add(call)
+        return call
+
+    def _ended(self, kind: str, call: Call[Any]) -> None:
+        self._active[kind].discard(call)
+        self._leaked[kind].discard(call)
+
+    def _give_up(self, kind: str, call: Call[Any]) -> bool:
+        """Returns whether the call runs on."""
+        if call not in self._active[kind]:
+            return False
+        self._active[kind].discard(call)
+        if call.give_up():
+            self._leaked[kind].add(call)
+            return True
+        return False
+
+    def _current_loop(self) -> LoopThread:
+        if not self._loops or (self._loop_is_blocked and len(self._loops) < _MAX_LOOPS):
+            self._loops.append(LoopThread(f"user-code-{len(self._loops)}"))
+            self._loop_is_blocked = False
+        return self._loops[-1]
+
+    def _cancel(self, loop: LoopThread, call: Call[Any]) -> None:
+        serving = asyncio.get_running_loop()
+        timer = serving.call_later(_LOOP_ANSWER_S, self._mark_blocked, loop)
+
+        def reached() -> None:
+            # The serving loop is gone when the worker was closed meanwhile.
+            with contextlib.suppress(RuntimeError):
+                serving.call_soon_threadsafe(timer.cancel)
+
+        loop.cancel(call, reached)
+
+    def _mark_blocked(self, loop: LoopThread) -> None:
+        if self._loops and self._loops[-1] is loop:
+            self._loop_is_blocked = True
+
+
+def is_async(function: object) -> bool:
+    """Whether calling it gives a coroutine, as far as can be told without calling it."""
+    if not callable(function):
+        return False
+    plain = inspect.unwrap(function)
+    # An object with an async __call__; of a class it would be the class's own.
+    method = None if inspect.isclass(plain) else inspect.getattr_static(plain, "__call__", None)
+    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(method)
+
+
+def import_object(spec: str, key: str) -> Any:  # whatever the user's module holds
+    """What `module:name` names; the current folder is looked in too.
+
+    Args:
+        spec: `module:name`, both may be dotted.
+        key: configuration key, for messages.
+
+    Raises:
+        ConfigError: names the path, what was found, and the nearest name.
+    """
+    module_name, separator, name = spec.partition(":")
+    if not (separator and module_name and name):
+        raise ConfigError(f"{key}={spec!r}: not of the form module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # boundary: importing runs the user's code
+        raise ConfigError(
+            f"{key}={spec!r}: module {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [known for known in vars(found) if not known.startswith("_")]
+            raise ConfigError(
+                f"{key}={spec!r}: {getattr(found, '__file__', found)} has no {part!r}, "
+                f"only {', '.join(public) or 'nothing public'}{nearest(part, public)}"
+            )
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,255 @@
+"""What users write, for the tests: good, bad and ugly."""
+
+import asyncio
+import sys
+import threading
+
+from freewheel.rollout.environment import Episode, SyncEpisode
+from freewheel.rollout.rewards import RewardResult
+
+RELEASE = threading.Event()
+"""Set at the end of each test, so that what ignores its cancellation ends at last."""
+SEEN: list[object] = []
+
+NOT_CALLABLE = 5
+
+
+def wait_blocking(limit_s: float = 30.0) -> None:
+    RELEASE.wait(limit_s)
+
+
+async def wait_stubbornly() -> None:
+    while not RELEASE.is_set():
+        try:
+            await asyncio.sleep(0.02)
+        except asyncio.CancelledError:
+            SEEN.append("cancellation ignored")
+
+
+def plain_reward(response, ground_truth):
+    return 0.25 if response == ground_truth else 0.0
+
+
+async def async_reward(response, ground_truth, *, prompt, extra, bonus=0.0):
+    await asyncio.sleep(0)
+    SEEN.append((prompt, extra, threading.current_thread().name))
+    return RewardResult(reward=1.0 + bonus, answer=response.upper())
+
+
+def wrapped_reward(response, ground_truth):
+    """Looks sync, is async."""
+    return async_reward(response, ground_truth, prompt="", extra={})
+
+
+def needs_more(response, ground_truth, tests):
+    return 0.0
+
+
+def raising_reward(response, ground_truth):
+    raise KeyError("no such thing")
+
+
+def exiting_reward(response, ground_truth):
+    sys.exit(3)
+
+
+def nan_reward(response, ground_truth):
+    return float("nan")
+
+
+def text_reward(response, ground_truth):
+    return "1.0"
+
+
+def none_reward(response, ground_truth):
+    return None
+
+
+def blocking_reward(response, ground_truth):
+    if response.startswith("slow"):
+        wait_blocking()
+    return 1.0
+
+
+async def endless_reward(response, ground_truth):
+    if response.startswith("slow"):
+        await asyncio.Event().wait()
+    return 1.0
+
+
+class TwoTurns:
+    """Asks again after the first answer."""
+
+    async def run(self, episode: Episode) -> RewardResult:
+        first = await episode.generate()
+        assert await episode.add_text("[tool]")
+        middle = await episode.generate(temperature=0.0, stop="x", max_tokens=3)
+        last = await episode.generate("again?")
+        SEEN.append((first.text, middle.text, last.text, last.finish_reason))
+        return await episode.reward(last.text)
+
+
+class SyncTwoTurns:
+    """The same in a thread."""
+
+    def run(self, episode: SyncEpisode) -> float:
+        SEEN.append((threading.current_thread().name, episode.sample_id, episode.purpose))
+        first = episode.generate()
+        second = episode.generate([{"role": "tool", "content": first.text}])
+        return episode.reward(second.text).reward
+
+
+class OwnPrompt:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate(f"my own {episode.prompt.prompt} {episode.extra['n']}")
+        return 0.5
+
+
+class Talkative:
+    """Adds more than there is room for."""
+
+    async def run(self, episode: Episode) -> float:
+        turns = [await episode.generate()]
+        turns += [await episode.generate("x" * 60) for _ in range(5)]
+        SEEN.append([(turn.text, turn.finish_reason) for turn in turns])
+        return 1.0
+
+
+class Never:
+    """Hangs where the ground truth says so, else is quick."""
+
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        if episode.sample_id == "s0":
+            await asyncio.Event().wait()
+        return 1.0
+
+
+class Stubborn:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        if episode.sample_id == "s0":
+            await wait_stubbornly()
+            try:
+                await episode.generate("late")
+            except Exception as error:
+                SEEN.append(str(error))
+                raise
+        return 1.0
+
+
+class Blocking:
+    """Async, and blocks the event loop."""
+
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        if episode.sample_id == "s0":
+            wait_blocking()
+        return 1.0
+
+
+class BlockingSync:
+    def run(self, episode: SyncEpisode) -> float:
+        episode.generate()
+        if episode.sample_id == "s0":
+            wait_blocking()
+            try:
+                episode.generate("late")
+            except Exception as error:
+                SEEN.append(str(error))
+                raise
+        return 1.0
+
+
+class BlockingConstructor:
+    def __init__(self) -> None:
+        wait_blocking()
+
+    async def run(self, episode: Episode) -> float:
+        return 0.0
+
+
+class Raising:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        if episode.sample_id == "s0":
+            raise ValueError("the tool broke")
+        return 1.0
+
+
+class Exiting:
+    async def run(self, episode: Episode) -> float:
+        sys.exit("enough")
+
+
+class CancelsItself:
+    async def run(self, episode: Episode) -> float:
+        raise asyncio.CancelledError
+
+
+class Silent:
+    async def run(self, episode: Episode) -> float:
+        return 1.0
+
+
+class NotANumber:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        return float("inf")
+
+
+class CatchesAll:
+    """The commonest bug: every failure becomes a zero."""
+
+    async def run(self, episode: Episode) -> float:
+        try:
+            await episode.generate()
+        except Exception:  # noqa: BLE001  # what is tested
+            return 0.0
+        return 1.0
+
+
+class GivesUpATurn:
+    """Cuts its own generation and goes on."""
+
+    async def run(self, episode: Episode) -> float:
+        try:
+            async with asyncio.timeout(0.1):
+                await episode.generate()
+        except TimeoutError:
+            SEEN.append("own timeout")
+        return (await episode.reward((await episode.generate()).text)).reward
+
+
+class Misspelt:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate(temprature=1.0)
+        return 0.0
+
+
+class Alien:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        await episode.generate([{"role": "alien", "content": "?"}])
+        return 0.0
+
+
+class AtOnce:
+    async def run(self, episode: Episode) -> float:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(episode.generate())
+            group.create_task(episode.generate())
+        return 0.0
+
+
+class LeavesATurnBehind:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        task = asyncio.get_running_loop().create_task(episode.generate("more"))
+        SEEN.append(task)
+        await asyncio.sleep(0.05)
+        return 1.0
+
+
+class NoRun:
+    pass
