@@ -26,9 +26,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 def _dequantized(gguf: Path) -> LlamaForCausalLM:
     """The model as a plain float32 one; transformers refuses to save what it read from a GGUF."""
-    loaded = LlamaForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+    loaded = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
     del config.quantization_config
     model = LlamaForCausalLM(config)
