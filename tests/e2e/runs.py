@@ -1,4 +1,4 @@
-"""Real runs of a few steps on the shipped tiny model, started as a user would, and what they left."""
+"""Real runs of a few steps on the shipped tiny model, started as a user would."""
 
 import json
 import os
