@@ -28,7 +28,7 @@ def _dequantized(gguf: Path) -> LlamaForCausalLM:
     """The model as a plain float32 one; transformers refuses to save what it read from a GGUF."""
     loaded = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
-    del config.quantization_config
+    delattr(config, "quantization_config")  # declared by the instance, not by its class
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
     return model

@@ -22,7 +22,8 @@ from freewheel.data.dataset import file_names, files_key
 from freewheel.data.generated import PREFIX, GeneratedTask
 from freewheel.errors import ConfigError, DataError, FreewheelError
 from freewheel.loggers import check_loggers
-from freewheel.models import locate_model, recipes_folder
+from freewheel.models import locate_model
+from freewheel.shipped import locate
 from freewheel.types import Split
 
 TIMEOUT_S = 120.0
@@ -124,8 +125,7 @@ def _look_at_data(config: Config, purpose: Purpose) -> list[str]:
 
 
 def _is_model_here(config: Config) -> bool:
-    wanted = Path(config.model.path).expanduser()
-    return wanted.is_dir() or (recipes_folder() / wanted).is_dir()
+    return locate(config.model.path).is_dir()
 
 
 def _look_at_model(config: Config) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.models import recipes_folder
+from freewheel.shipped import recipes_folder
 
 
 def add_commands(commands: Any) -> None:

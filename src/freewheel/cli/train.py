@@ -12,6 +12,7 @@ from freewheel.config.load import raise_problems
 from freewheel.plan import build_plan, render_plan
 from freewheel.preflight import Findings, check_inputs
 from freewheel.run_folder import RunFolder, holds_run, resolve_run_dir
+from freewheel.shipped import with_absolute_paths
 
 
 def add_commands(commands: Any) -> None:
@@ -57,6 +58,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> int:
     config = load_config(find_recipe(options.recipe), options.overrides)
     check_config(config)
+    config = with_absolute_paths(config)
     if options.dry_run:
         return _dry_run(config)
     run_dir = resolve_run_dir(config)
@@ -71,6 +73,7 @@ def _resume(options: argparse.Namespace) -> int:
     folder = RunFolder.look(options.run_dir)
     config = load_config(folder.config_path, options.overrides)
     check_config(config)
+    config = with_absolute_paths(config)
     report_findings(config)
     return _start(config, options.run_dir, resume=True)
 

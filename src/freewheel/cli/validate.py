@@ -10,6 +10,7 @@ from freewheel.cli.train import report_findings
 from freewheel.config import Config, check_config, load_config
 from freewheel.errors import ConfigError
 from freewheel.run_folder import RunFolder, holds_run, resolve_run_dir
+from freewheel.shipped import with_absolute_paths
 
 
 def add_commands(commands: Any) -> None:
@@ -42,6 +43,7 @@ def _validate(options: argparse.Namespace) -> int:
     if not config.model.path:
         config = replace(config, model=replace(config.model, path=options.target))
     check_config(config, purpose="validate")
+    config = with_absolute_paths(config)
     target = Path(options.target).expanduser()
     if not target.is_dir() and not options.target.startswith("package:"):
         raise ConfigError(f"{options.target}: no such folder; give a checkpoint's or a model's")

@@ -50,7 +50,9 @@ class _RowsLayer(DynamicLayer):
     def get_seq_length(self, *_: object) -> int:
         return self._window.start - self._window.first
 
-    def get_mask_sizes(self, *_: object) -> tuple[int, int]:
+    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]  # its arguments vary
+        self, *_: object
+    ) -> tuple[int, int]:
         return self._window.stop - self._window.first, 0
 
 
