@@ -149,7 +149,9 @@ class _Run:
         self._folder = folder
         self._recorder = recorder
         self._progress = progress
-        self._backend = RayBackend(config, model_path, log_dir=folder.path / "logs")
+        logs = folder.path / "logs"
+        logs.mkdir(exist_ok=True)
+        self._backend = RayBackend(config, model_path, log_dir=logs)
         self._signals: list[str] = []
         self._on_signal: Callable[[str], None] | None = None
 

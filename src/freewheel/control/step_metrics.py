@@ -7,27 +7,20 @@ from freewheel.control.ledger import Group
 
 
 def group_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float]:
-    """Rewards, lengths, staleness and partial rollouts of the groups that a step trained on.
+    """Reward, staleness and partial rollouts of the groups that a step trained on.
+
+    Lengths and advantages are the trainer's to tell: it has the tokens.
 
     Args:
         groups: the groups, all ready.
         version: the trainer's policy version in the step.
     """
     outcomes = [outcome for group in groups for outcome in group.finished]
-    rewards = [outcome.reward or 0.0 for outcome in outcomes]
-    lengths = [outcome.num_response_tokens for outcome in outcomes]
     staleness = [version - outcome.min_version for outcome in outcomes]
     spans = [outcome.max_version - outcome.min_version for outcome in outcomes]
     num_trainable = sum(len({o.reward for o in group.finished}) > 1 for group in groups)
     return {
-        "critic/rewards/mean": fmean(rewards),
-        "critic/rewards/max": max(rewards),
-        "critic/rewards/min": min(rewards),
-        "response_length/mean": fmean(lengths),
-        "response_length/max": max(lengths),
-        "response_length/min": min(lengths),
-        "response/clip_ratio": fmean(o.finish_reason == "length" for o in outcomes),
-        "prompt_length/mean": fmean(group.num_prompt_tokens for group in groups),
+        "critic/rewards/mean": fmean(outcome.reward or 0.0 for outcome in outcomes),
         "fully_async/staleness/mean": fmean(staleness),
         "fully_async/staleness/max": max(staleness),
         "fully_async/partial/total_partial_num": sum(span > 0 for span in spans),

@@ -8,6 +8,7 @@ leaves a process as one of ours, so that its reader needs no class that only the
 import asyncio
 import faulthandler
 import functools
+import itertools
 import os
 import socket
 import traceback
@@ -232,7 +233,7 @@ class TrainerActor(WorkerActor):
         return groups[0] if len(group_ids) == 1 else tuple(groups)
 
     def _train(self, request: TrainRequest) -> TrainResult:
-        return self._trainer.train_step(request, _fetch(request.payloads))
+        return self._trainer.train_step(request, _by_group(_fetch(request.payloads)))
 
     def _write(
         self, step: int, folder: Path, refs: Sequence[Ref], published: "WeightBundle | None"
@@ -250,6 +251,14 @@ class TrainerActor(WorkerActor):
 def _fetch(refs: Sequence[Ref]) -> list[list[Trajectory]]:
     """Resolve payloads, in a thread where waiting blocks nobody."""
     return _ray.get(list(refs))
+
+
+def _by_group(payloads: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
+    """Whole groups, in order: a group whose members needed several attempts has several payloads."""
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in itertools.chain.from_iterable(payloads):
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return list(groups.values())
 
 
 def _redirect_output(path: Path) -> None:
