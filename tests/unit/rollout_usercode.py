@@ -4,8 +4,7 @@ import asyncio
 import sys
 import threading
 
-from freewheel.rollout.environment import Episode, SyncEpisode
-from freewheel.rollout.rewards import RewardResult
+from freewheel.rollout import Episode, RewardResult, SyncEpisode
 
 RELEASE = threading.Event()
 """Set at the end of each test, so that what ignores its cancellation ends at last."""

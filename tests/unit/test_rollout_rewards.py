@@ -184,3 +184,12 @@ def test_is_async():
 
     assert all(map(is_async, (coroutine, wrapped, Callable(), user.async_reward)))
     assert not any(map(is_async, (user.plain_reward, Callable, 5, print)))
+
+
+def test_the_names_for_users_are_exported():
+    import freewheel.data
+    import freewheel.rollout
+
+    for package in (freewheel.data, freewheel.rollout):
+        assert all(hasattr(package, name) for name in package.__all__)
+    assert freewheel.rollout.RewardResult is RewardResult
