@@ -254,7 +254,7 @@ def _fetch(refs: Sequence[Ref]) -> list[list[Trajectory]]:
 
 
 def _by_group(payloads: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Whole groups, in order: a group whose members needed several attempts has several payloads."""
+    """Whole groups, in order: one whose members needed several attempts has several payloads."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in itertools.chain.from_iterable(payloads):
         groups.setdefault(trajectory.group_id, []).append(trajectory)
