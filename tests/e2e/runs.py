@@ -82,14 +82,15 @@ class LiveRun:
         paths = [str(ROOT / "src"), *([str(python_path)] if python_path else [])]
         self.folder = folder
         self.max_rss_bytes = 0
-        self._out = (folder.parent / f"{folder.name}.out").open("w+")
-        self._err = (folder.parent / f"{folder.name}.err").open("w+")
-        self.process = psutil.Popen(
-            [sys.executable, "-m", "freewheel", *arguments],
-            stdout=self._out,
-            stderr=self._err,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        self._out = folder.parent / f"{folder.name}.out"
+        self._err = folder.parent / f"{folder.name}.err"
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = psutil.Popen(
+                [sys.executable, "-m", "freewheel", *arguments],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
         self.started: set[psutil.Process] = set()
 
     def wait_for_event(self, name: str, *, count: int = 1, timeout_s: float = 90) -> None:
@@ -102,7 +103,7 @@ class LiveRun:
             if self.process.poll() is not None:
                 break
             time.sleep(0.05)  # noqa: TID251 - a test process without a loop
-        raise AssertionError(f"no {count} x {name}: {self._text(self._err)}")
+        raise AssertionError(f"no {count} x {name}: {self._err.read_text()}")
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -114,14 +115,14 @@ class LiveRun:
             if time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(
-                    f"still running after {timeout_s} s:\n{self._text(self._out)[-3000:]}\n"
-                    f"{self._text(self._err)[-3000:]}"
+                    f"still running after {timeout_s} s:\n{self._out.read_text()[-3000:]}\n"
+                    f"{self._err.read_text()[-3000:]}"
                 )
             time.sleep(0.05)  # noqa: TID251 - a test process without a loop
         return Finished(
             code=self.process.returncode,
-            out=self._text(self._out),
-            err=self._text(self._err),
+            out=self._out.read_text(),
+            err=self._err.read_text(),
             folder=self.folder,
             max_rss_bytes=self.max_rss_bytes,
         )
@@ -137,11 +138,6 @@ class LiveRun:
             self.started.update(self.process.children(recursive=True))
         except psutil.NoSuchProcess:
             return
-
-    @staticmethod
-    def _text(file: Any) -> str:
-        file.flush()
-        return Path(file.name).read_text()
 
 
 def start(tmp_path: Path, changes: dict[str, Any] | None = None, **options: Any) -> LiveRun:
