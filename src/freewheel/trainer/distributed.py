@@ -70,6 +70,8 @@ def shard(policy: Policy, ranks: Ranks) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # Gloo has no scaled reduction; with a factor of 1 none is needed.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:

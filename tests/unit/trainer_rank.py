@@ -1,0 +1,44 @@
+"""One rank of a sharded trainer, as a program: trains two steps and writes what came out.
+
+    python trainer_rank.py RANK WORLD_SIZE INIT_METHOD MODEL CHECKPOINT_IN CHECKPOINT_OUT
+"""
+
+import sys
+from pathlib import Path
+
+from trainer_models import make_groups
+from trainer_runs import make_config, step
+
+from freewheel.errors import TrainingDivergedError
+from freewheel.trainer.core import TrainerCore
+from freewheel.trainer.distributed import Ranks
+
+
+def main(rank: str, world_size: str, init_method: str, model: str, old: str, new: str) -> None:
+    ranks = Ranks(rank=int(rank), world_size=int(world_size), init_method=init_method)
+    core = TrainerCore(make_config(strategy="fsdp2", world_size=int(world_size)), Path(model), ranks=ranks)
+    info = core.start(Path(old) if old else None)
+    metrics = {}
+    for number in range(info.step + 1, info.step + 3):
+        metrics = step(core, number, make_groups(seed=number)).metrics
+    core.copy_state(info.step + 2)
+    bundle = core.export_weights()
+    if ranks.is_main:
+        folder = Path(new)
+        folder.mkdir()
+        core.write_state(info.step + 2, folder, [])
+        (folder / "exported").write_bytes(bundle.buffer.tobytes())
+        (folder / "metrics").write_text(repr(metrics))
+    bad = make_groups(seed=9)
+    bad[0][0].rollout_logprobs[-1] = float("nan")
+    try:
+        step(core, 99, bad)
+    except TrainingDivergedError as error:
+        assert bad[0][0].sample_id in str(error)
+    else:
+        raise AssertionError("a loss that is not a number was trained on")
+    core.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
