@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer_models import make_groups
 from trainer_runs import make_config, step
 
+from freewheel.config.sections import OptimConfig
 from freewheel.errors import TrainingDivergedError
 from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.distributed import Ranks
@@ -16,7 +17,13 @@ from freewheel.trainer.distributed import Ranks
 
 def main(rank: str, world_size: str, init_method: str, model: str, old: str, new: str) -> None:
     ranks = Ranks(rank=int(rank), world_size=int(world_size), init_method=init_method)
-    core = TrainerCore(make_config(strategy="fsdp2", world_size=int(world_size)), Path(model), ranks=ranks)
+    config = make_config(
+        strategy="fsdp2",
+        world_size=int(world_size),
+        # Where a gradient is all but zero, AdamW without eps turns rounding into full steps.
+        optim=OptimConfig(lr=1e-3, eps=1e-4),
+    )
+    core = TrainerCore(config, Path(model), ranks=ranks)
     info = core.start(Path(old) if old else None)
     metrics = {}
     for number in range(info.step + 1, info.step + 3):

@@ -74,6 +74,17 @@ def shard(policy: Policy, ranks: Ranks) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def drop_gathered(policy: Policy) -> None:
+    """Forget gathered parameters, before the optimizer changes the shards.
+
+    A pass without backward leaves the outermost unit gathered, and what reads it next would see the
+    weights of before the step.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules that the model's authors name as units; without names the whole model is one."""
     names = set(getattr(model, "_no_split_modules", None) or ())

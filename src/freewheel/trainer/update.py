@@ -8,7 +8,7 @@ import torch
 from freewheel.config.sections import Config
 from freewheel.errors import TrainingDivergedError
 from freewheel.trainer.batching import MicroBatch, MiniBatch
-from freewheel.trainer.distributed import Ranks, full
+from freewheel.trainer.distributed import Ranks, drop_gathered, full
 from freewheel.trainer.losses import (
     PolicyLoss,
     clipped_policy_loss,
@@ -85,6 +85,7 @@ class Updater:
         for place, micro in enumerate(mini.micro_batches):
             old_N = micro.rollout_logprobs_N if old is None else old[place]
             self._accumulate(micro, old_N, tokens, loss_S)
+        drop_gathered(self._policy)
         tokens.num_tokens += mini.num_targets
         tokens.num_sequences += sum(1 for sample in mini.samples if sample.num_targets)
         self._ranks.sum(loss_S)
