@@ -1,5 +1,6 @@
 """Tiny random models and trajectories for the trainer's tests."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,8 @@ CONFIGS = {
 def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A random model whose distributions are far from uniform, so that errors show."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    # A model keeps its configuration, and the way it attends is written there.
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -1,6 +1,6 @@
 """One rank of a sharded trainer, as a program: trains two steps and writes what came out.
 
-    python trainer_rank.py RANK WORLD_SIZE INIT_METHOD MODEL CHECKPOINT_IN CHECKPOINT_OUT
+python trainer_rank.py RANK WORLD_SIZE INIT_METHOD MODEL CHECKPOINT_IN CHECKPOINT_OUT
 """
 
 import sys
@@ -13,6 +13,18 @@ from freewheel.config.sections import OptimConfig
 from freewheel.errors import TrainingDivergedError
 from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.distributed import Ranks
+from freewheel.types import Trajectory
+
+
+def training_groups(number: int) -> list[list[Trajectory]]:
+    """Of different lengths; one group without signal, which only goes forward, and comes last."""
+    groups = make_groups(seed=number)
+    fields = Trajectory.__dataclass_fields__
+    groups[1] = [
+        Trajectory(**{**{name: getattr(t, name) for name in fields}, "reward": 1.0})
+        for t in groups[1]
+    ]
+    return groups
 
 
 def main(rank: str, world_size: str, init_method: str, model: str, old: str, new: str) -> None:
@@ -27,7 +39,7 @@ def main(rank: str, world_size: str, init_method: str, model: str, old: str, new
     info = core.start(Path(old) if old else None)
     metrics = {}
     for number in range(info.step + 1, info.step + 3):
-        metrics = step(core, number, make_groups(seed=number)).metrics
+        metrics = step(core, number, training_groups(number)).metrics
     core.copy_state(info.step + 2)
     bundle = core.export_weights()
     if ranks.is_main:

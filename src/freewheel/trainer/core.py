@@ -213,7 +213,7 @@ class TrainerCore:
         model.train(actor.gradient_checkpointing)
         _disable_dropout(model)
         if actor.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            _recompute_activations(model)
         policy = Policy(
             model,
             temperature=self._config.rollout.temperature,
@@ -264,6 +264,13 @@ def _rollout_dtype(config: Config, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if config.rollout.dtype == "bfloat16" else torch.float32
     kind = config.rollout.device if config.rollout.device != "auto" else device.type
     return torch.bfloat16 if kind == "cuda" else torch.float32
+
+
+def _recompute_activations(model: PreTrainedModel) -> None:
+    # transformers renamed it in version 5.
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

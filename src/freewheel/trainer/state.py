@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from freewheel.errors import CheckpointError
 from freewheel.trainer.distributed import full, like
@@ -156,6 +157,7 @@ def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     Raises:
         CheckpointError: the folder is missing, damaged or of no known model.
     """
+    transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return AutoModelForCausalLM.from_pretrained(
@@ -181,7 +183,7 @@ def load_progress(folder: Path) -> Progress:
         return Progress(
             step=int(content["step"]),
             optimizer_steps=int(content["optimizer_steps"]),
-            rng={str(device): str(state) for device, state in content["rng"].items()},
+            rng={device: bytes.fromhex(hexed).hex() for device, hexed in content["rng"].items()},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: trainer state cannot be read: {error!r}") from error
