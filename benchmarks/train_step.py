@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from freewheel.config.sections import ActorConfig, Config, OptimConfig
 from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.losses import group_advantages
-from freewheel.types import Trajectory, TrainRequest
+from freewheel.types import TrainRequest, Trajectory
 
 CLIP_LOW, CLIP_HIGH, MAX_RATIO = 0.2, 0.28, 2.0
 

@@ -9,7 +9,7 @@ from freewheel.config.sections import (
     RolloutCorrectionConfig,
 )
 from freewheel.trainer.core import TrainerCore
-from freewheel.types import Trajectory, TrainRequest, TrainResult
+from freewheel.types import TrainRequest, TrainResult, Trajectory
 
 
 def make_config(

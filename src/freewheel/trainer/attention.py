@@ -10,7 +10,6 @@ of length L in one run.
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -50,7 +49,7 @@ def packed_attention(
     packing: Packing | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of the row; the signature is transformers' interface.
 
@@ -81,7 +80,7 @@ def _refuse_unsupported(
     module: torch.nn.Module,
     packing: Packing | None,
     attention_mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
 ) -> None:
     asked = [
         name

@@ -158,9 +158,9 @@ def _sample(index: int, trajectory: Trajectory, advantage: float, weight: float)
 def plan_mini_batch(
     samples: tuple[Sample, ...], settings: PlanSettings, device: torch.device
 ) -> MiniBatch:
-    """Spread the samples over ranks and micro-batches; every rank has the same number of each kind."""
+    """Spread the samples over ranks and micro-batches; all ranks have as many of each kind."""
     usable = [sample for sample in samples if sample.num_targets]
-    kinds = {True: [], False: []}
+    kinds: dict[bool, list[Sample]] = {True: [], False: []}
     for sample in usable:
         kinds[settings.all_with_grad or sample.advantage != 0].append(sample)
     micro_batches = [
@@ -172,7 +172,7 @@ def plan_mini_batch(
 
 
 def plan_rank(samples: Sequence[Sample], settings: PlanSettings) -> list[tuple[list[Sample], bool]]:
-    """This rank's micro-batches: samples, and whether they count (else a stand-in of zero weight)."""
+    """This rank's micro-batches: samples, and whether they count or stand in with zero weight."""
     shares = balance(samples, settings.world_size)
     parts = [fill(share, settings.max_tokens) for share in shares]
     num_parts = max(len(part) for part in parts)
@@ -200,7 +200,7 @@ def balance(samples: Sequence[Sample], world_size: int) -> list[list[Sample]]:
 
 
 def fill(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Cut the samples, in order, into parts of at most `max_tokens` tokens and at least one sample."""
+    """Cut the samples, in order, into parts of at most `max_tokens` tokens or one sample."""
     parts: list[list[Sample]] = []
     room = 0
     for sample in samples:

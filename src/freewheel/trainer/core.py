@@ -29,7 +29,7 @@ from freewheel.trainer.policy import Policy
 from freewheel.trainer.probe import choose_forward
 from freewheel.trainer.trajectories import write_trajectories
 from freewheel.trainer.update import Updater
-from freewheel.types import TrainerInfo, Trajectory, TrainRequest, TrainResult
+from freewheel.types import TrainerInfo, TrainRequest, TrainResult, Trajectory
 from freewheel.weights import WeightBundle, pack_weights
 
 _MAX_COPIES = 2
@@ -207,7 +207,7 @@ class TrainerCore:
         model = state.load_model(
             self._source, trust_remote_code=self._config.model.trust_remote_code
         )
-        model.to(self._device)
+        torch.nn.Module.to(model, self._device)
         # Recorded logprobs have no dropout in them, so neither has training. Only layers that
         # recompute their activations need to know that this is training.
         model.train(actor.gradient_checkpointing)

@@ -58,7 +58,7 @@ class Ranks:
 
 
 def shard(policy: Policy, ranks: Ranks) -> None:
-    """Shard the parameters over the ranks: each decoder layer a unit, the rest another. In place."""
+    """Shard the parameters over the ranks, in place: each decoder layer a unit, the rest one."""
     if ranks.world_size == 1:
         return
     mesh = dist.device_mesh.init_device_mesh(
@@ -87,7 +87,7 @@ def drop_gathered(policy: Policy) -> None:
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules that the model's authors name as units; without names the whole model is one."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names: set[str] = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 

@@ -114,9 +114,9 @@ def clipped_policy_loss(
         max_ratio: truncation of the ratio; None for none.
         importance_weights_N: float32 (N,), multiplied with the loss; carries no gradient.
 
-    Source: Schulman et al. 2017, PPO (arXiv:1707.06347), equation 7; separate clips: Yu et al. 2025,
-        DAPO (arXiv:2503.14476), equation 8; dual clip: Ye et al. 2020 (arXiv:1912.09729),
-        equation 3.
+    Source: Schulman et al. 2017, PPO (arXiv:1707.06347), equation 7; separate clips: Yu et al.
+        2025, DAPO (arXiv:2503.14476), equation 8; dual clip: Ye et al. 2020 (arXiv:1912.09729),
+        section on dual-clip PPO.
     """
     log_ratios_N = (logprobs_N - old_logprobs_N).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratios_N = log_ratios_N.exp()
@@ -141,7 +141,7 @@ def clipped_policy_loss(
 def truncated_importance_weights(
     old_logprobs_N: torch.Tensor, rollout_logprobs_N: torch.Tensor, *, threshold: float
 ) -> torch.Tensor:
-    """Weight of each token for having been sampled by the rollout engine: min(exp(old - rollout), C).
+    """Weight of each token for having been sampled elsewhere: min(exp(old - rollout), C).
 
     Args:
         old_logprobs_N: float32 (N,), the trainer's at the start of the step.

@@ -95,7 +95,7 @@ class TokenMetrics:
 
     def result(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
         """Metrics by name from the sums and maxima of all ranks."""
-        metrics = dict(zip(_SUMS, sums.tolist(), strict=True))
+        metrics: dict[str, float] = dict(zip(_SUMS, sums.tolist(), strict=True))
         for names, count in (
             (_LOSSES, self.num_mini_batches),
             (_PER_TOKEN, self.num_tokens),

@@ -1,10 +1,11 @@
-"""The policy in training: a Hugging Face causal LM that returns log-probabilities of sampled tokens.
+"""The policy in training: a Hugging Face causal LM that scores sampled tokens.
 
 Invariant: what it returns equals `log_softmax(logits / temperature)` of the stock model on each
-sequence alone. Three shortcuts rest on properties of a model that cannot be read off its class, so
-`probe.choose_forward` tries them on two short sequences and takes only those that give the stock result:
-packed rows (no padding, needs our attention and no state that crosses sequences), and the head
-applied to chosen hidden states only (needs logits = head(hidden states), without a cap or scale).
+sequence alone; the top-p, top-k and min-p filters of sampling are not replicated. Two shortcuts
+rest on properties of a model that cannot be read off its class, so `probe.choose_forward` tries
+them on short sequences and takes only what gives the stock result: packed rows (no padding; needs
+our attention and no state that crosses sequences), and the head applied to chosen hidden states
+alone (needs logits = head(hidden states), without a cap or scale).
 
 Shapes: T tokens of a row, N sampled tokens, V vocabulary, E hidden size, S sequences, L longest.
 """
@@ -26,7 +27,7 @@ MAX_LOGITS_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How the model is run: `packed` row or padded batch; `split` head or the model's own logits."""
+    """How the model runs: `packed` row or padded batch; `split` head or the model's own logits."""
 
     packed: bool
     split: bool
@@ -90,9 +91,8 @@ class Policy(torch.nn.Module):
     def _score_in_chunks(
         self, hidden_NE: torch.Tensor, targets_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = self.model.get_output_embeddings()
-        vocabulary = cast("int", self.model.get_input_embeddings().weight.shape[0])
-        chunk = max(1, MAX_LOGITS_BYTES // (4 * vocabulary))
+        head = cast("torch.nn.Module", self.model.get_output_embeddings())
+        chunk = max(1, MAX_LOGITS_BYTES // (4 * vocabulary_size(self.model)))
         if targets_N.numel() <= chunk:
             return self._score(head(hidden_NE), targets_N)
 
@@ -118,6 +118,11 @@ class Policy(torch.nn.Module):
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self._autocast_dtype)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    return cast("torch.nn.Embedding", model.get_input_embeddings()).weight.shape[0]
 
 
 def _padded(micro: MicroBatch) -> tuple[dict[str, object], torch.Tensor]:

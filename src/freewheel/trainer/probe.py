@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from freewheel.trainer.attention import PACKED, UnsupportedAttentionError
 from freewheel.trainer.batching import MicroBatch, Sample, pack
-from freewheel.trainer.policy import Forward, Policy
+from freewheel.trainer.policy import Forward, Policy, vocabulary_size
 
 _LENGTHS = (9, 9, 5, 3)
 _TOLERANCE = 2e-4
@@ -27,7 +27,7 @@ def choose_forward(policy: Policy, *, device: torch.device) -> Forward:
     Leaves the model with the attention that this way needs. A padded batch with the model's own
     logits is the stock model itself, so there is always one.
     """
-    stock = policy.model.config._attn_implementation  # noqa: SLF001  # transformers has no getter
+    stock = _attention_of(policy.model)
     micro = _probe_batch(policy.model, device)
     expected = _stock_logprobs(policy, micro)
     for how in _ways(policy.model):
@@ -45,8 +45,12 @@ def _ways(model: PreTrainedModel) -> Iterator[Forward]:
             yield Forward(packed=packed, split=split)
 
 
+def _attention_of(model: PreTrainedModel) -> str:
+    return str(model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]  # no getter
+
+
 def _may_pack(model: PreTrainedModel) -> bool:
-    """False for what the probe's short sequences would not show: attention in chunks, and the like."""
+    """False for what the probe's short sequences would not show, such as attention in chunks."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ())
     return (
@@ -63,7 +67,7 @@ def _may_split(model: PreTrainedModel) -> bool:
 
 
 def _agrees(policy: Policy, micro: MicroBatch, expected: torch.Tensor) -> bool:
-    if policy.how.packed and policy.model.config._attn_implementation != PACKED:  # noqa: SLF001  # transformers has no getter
+    if policy.how.packed and _attention_of(policy.model) != PACKED:
         return False
     try:
         logprobs, _ = policy.score(micro)
@@ -84,7 +88,7 @@ def _stock_logprobs(policy: Policy, micro: MicroBatch) -> torch.Tensor:
 
 
 def _probe_batch(model: PreTrainedModel, device: torch.device) -> MicroBatch:
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    vocabulary = vocabulary_size(model)
     random = np.random.default_rng(0)
     samples: list[Sample] = []
     for index, length in enumerate(_LENGTHS):

@@ -52,7 +52,7 @@ class StateCopy:
 def copy_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, progress: Progress, *, keep: bool
 ) -> StateCopy:
-    """Copy everything to CPU memory. Collective over ranks; only those that `keep` hold the copy."""
+    """Copy everything to CPU memory. Collective over ranks; those that `keep` hold the copy."""
 
     def copied(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         whole = ((name, full(tensor.detach())) for name, tensor in tensors)
@@ -126,11 +126,11 @@ def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Pa
 def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """The model without memory, so that saving cannot touch weights that another thread trains."""
     with torch.device("meta"):
-        skeleton = type(model)._from_config(model.config, dtype=torch.float32)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # the class's own way, without a registry
+        skeleton = type(model)._from_config(model.config, dtype=torch.float32)  # pyright: ignore[reportPrivateUsage]  # the class's own way, without a registry
     skeleton.generation_config = model.generation_config
     if hasattr(model, "_weight_conversions"):
         # How names and shapes on disk differ from those in memory; save_pretrained undoes it.
-        skeleton._weight_conversions = model._weight_conversions  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # kept by from_pretrained for this
+        skeleton._weight_conversions = model._weight_conversions  # pyright: ignore[reportPrivateUsage]  # kept by from_pretrained for this
     return skeleton
 
 

@@ -79,15 +79,15 @@ def _table(group: Sequence[Trajectory]) -> pa.Table:
 
 
 def _rows(table: pa.Table) -> Iterable[Trajectory]:
-    scalars = {name: table.column(name).to_pylist() for name in ("sample_id", "group_id", "reward")}
-    arrays = {name: table.column(name).combine_chunks() for name in _ARRAYS}
-    for row in range(table.num_rows):
-        yield Trajectory(
-            **{name: values[row] for name, values in scalars.items()},
-            **{
-                name: np.asarray(
-                    column[row].values.to_numpy(zero_copy_only=False), dtype=_ARRAYS[name][1]
-                )
-                for name, column in arrays.items()
-            },
-        )
+    columns = [table.column(name).to_pylist() for name in ("sample_id", "group_id", "reward")]
+    columns += [_arrays(table, name) for name in _ARRAYS]
+    for row in zip(*columns, strict=True):
+        yield Trajectory(**dict(zip(_SCHEMA.names, row, strict=True)))
+
+
+def _arrays(table: pa.Table, name: str) -> list[np.ndarray]:
+    """The rows of a list column, as copies, so that none holds on to the whole table."""
+    column = table.column(name).combine_chunks()
+    values = column.flatten().to_numpy(zero_copy_only=False).astype(_ARRAYS[name][1], copy=False)
+    ends = np.cumsum(column.value_lengths().to_numpy())
+    return [part.copy() for part in np.split(values, ends)[:-1]]

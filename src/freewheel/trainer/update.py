@@ -122,8 +122,8 @@ class Updater:
     def _loss(self, micro: MicroBatch, logprobs_N: torch.Tensor, old_N: torch.Tensor) -> PolicyLoss:
         """The clipped loss with the configured correction.
 
-        Bypass: the ratio against the rollout's logprobs is itself the importance weight, so it is
-        the ratio that is truncated. Decoupled: the weight corrects rollout to old, beside the ratio.
+        Bypass: the ratio against the rollout's logprobs is itself the importance weight, so the
+        ratio is truncated. Decoupled: a weight beside the ratio corrects from rollout to old.
         """
         truncate = self._correction.rollout_is == "token"
         threshold = self._correction.rollout_is_threshold
