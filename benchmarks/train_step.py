@@ -1,7 +1,8 @@
 """Time of a trainer step against a plain Hugging Face loop, in turns on the same data.
 
 The plain loop is the straightforward one: right-padded batch, stock SDPA, logits of every token,
-log-softmax, AdamW; micro-batches of the same number of sequences. Prints one line with both medians
+log-softmax, AdamW, micro-batches of 16. CPU seconds, so that other processes do not count; on one
+thread they are the wall time of a free core. Prints one line with both medians
 and their ratio.
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py
