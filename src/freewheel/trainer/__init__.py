@@ -1,0 +1,1 @@
+"""The torch trainer: turns groups of trajectories into new weights."""

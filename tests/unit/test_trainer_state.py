@@ -1,0 +1,203 @@
+"""Checkpoints of the trainer: bit-exact resume, loadable by others, errors that name the file."""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer_models import CONFIGS, make_groups, save_model
+from trainer_runs import make_config, step
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from freewheel.config.sections import OptimConfig
+from freewheel.errors import CheckpointError, InvariantError
+from freewheel.trainer import state
+from freewheel.trainer.core import TrainerCore
+from freewheel.trainer.trajectories import read_trajectories, write_trajectories
+from freewheel.types import Trajectory
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def make_core(model_path: Path, checkpoint: Path | None = None) -> TrainerCore:
+    optim = OptimConfig(lr=1e-3, lr_warmup_steps=5, lr_scheduler_type="cosine")
+    core = TrainerCore(make_config(optim=optim), model_path, total_optimizer_steps=20)
+    core.start(checkpoint)
+    return core
+
+
+def write(core: TrainerCore, number: int, folder: Path) -> Path:
+    folder.mkdir()
+    core.copy_state(number)
+    core.write_state(number, folder, make_groups(2))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "mamba"])
+def test_resume_is_bit_identical_to_going_on(tmp_path: Path, name: str) -> None:
+    model_path = save_model(tmp_path / "model", CONFIGS[name])
+    core = make_core(model_path)
+    for number in (1, 2):
+        step(core, number, make_groups(seed=number))
+    folder = write(core, 2, tmp_path / "checkpoint")
+    torch.manual_seed(1234)
+    resumed = make_core(model_path, folder)
+    for number in (3, 4):
+        step(resumed, number, make_groups(seed=number))
+    step(core, 3, make_groups(seed=3))
+    going_on = step(core, 4, make_groups(seed=4))
+    assert np.array_equal(core.export_weights().buffer, resumed.export_weights().buffer)
+    assert going_on.metrics["actor/lr"] > 0
+    copies = []
+    for trainer in (core, resumed):
+        trainer.copy_state(4)
+        copies.append(trainer._copies[4])
+    assert copies[0].progress.optimizer_steps == copies[1].progress.optimizer_steps == 8
+    for key, tensor in copies[0].moments.items():
+        assert torch.equal(tensor, copies[1].moments[key])
+
+
+def test_random_state_comes_back(model_path: Path, tmp_path: Path) -> None:
+    core = make_core(model_path)
+    folder = write(core, 0, tmp_path / "checkpoint")
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    make_core(model_path, folder)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_copy_is_of_its_step_and_written_beside_training(
+    model_path: Path, tmp_path: Path
+) -> None:
+    core = make_core(model_path)
+    step(core, 1, make_groups())
+    before = core.export_weights().buffer.copy()
+    core.copy_state(1)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    errors: list[BaseException] = []
+
+    def write_aside() -> None:
+        try:
+            core.write_state(1, folder, make_groups(2))
+        except BaseException as error:  # noqa: BLE001  # handed to the test
+            errors.append(error)
+
+    thread = threading.Thread(target=write_aside)
+    thread.start()
+    for number in (2, 3, 4):
+        step(core, number, make_groups(seed=number))
+    thread.join()
+    assert not errors
+    assert np.array_equal(make_core(model_path, folder).export_weights().buffer, before)
+    assert not np.array_equal(core.export_weights().buffer, before)
+
+
+def test_the_folder_loads_in_transformers(model_path: Path, tmp_path: Path) -> None:
+    core = make_core(model_path)
+    step(core, 1, make_groups())
+    folder = write(core, 1, tmp_path / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    weights = dict(state.named_weights(core._policy.model))
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, weights[name])
+    # Nothing of how this trainer runs the model stays in its configuration.
+    assert model.config._attn_implementation == "sdpa"
+    assert "freewheel" not in (folder / "hf" / "config.json").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    assert tokenizer.decode([5, 6]) == AutoTokenizer.from_pretrained(model_path).decode([5, 6])
+    prompt = torch.tensor([[5, 6]])
+    generated = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False
+    )
+    assert generated.shape[0] == 1
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {"trainer/optimizer.safetensors", "trainer/state.json", "trajectories.parquet"} <= files
+    assert not [name for name in files if Path(name).suffix in {".pt", ".pth", ".bin", ".pkl"}]
+
+
+def test_at_most_two_copies_and_each_is_freed(model_path: Path, tmp_path: Path) -> None:
+    core = make_core(model_path)
+    core.copy_state(1)
+    core.copy_state(2)
+    with pytest.raises(InvariantError, match=r"step 3: copies of steps \[1, 2\]"):
+        core.copy_state(3)
+    missing = tmp_path / "file"
+    missing.write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"file: step 1 cannot be written"):
+        core.write_state(1, missing, [])
+    with pytest.raises(InvariantError, match="step 1: no copy"):
+        core.write_state(1, tmp_path, [])
+    core.copy_state(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("trainer/state.json", None),
+        ("trainer/state.json", "{"),
+        ("trainer/state.json", json.dumps({"step": 1})),
+        ("trainer/optimizer.safetensors", None),
+        ("trainer/optimizer.safetensors", "x"),
+        ("hf/model.safetensors", None),
+        ("hf/model.safetensors", "x"),
+        ("hf/config.json", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(
+    model_path: Path, tmp_path: Path, name: str, damage: str | None
+) -> None:
+    core = make_core(model_path)
+    step(core, 1, make_groups())
+    folder = write(core, 1, tmp_path / "checkpoint")
+    if damage is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(damage)
+    with pytest.raises(CheckpointError, match="checkpoint"):
+        make_core(model_path, folder)
+
+
+def test_trajectories_come_back_bit_for_bit(tmp_path: Path) -> None:
+    groups = make_groups(5, 3)
+    groups[1][0].rollout_logprobs[-1] = np.float32(-1 / 3)
+    path = tmp_path / "trajectories.parquet"
+    write_trajectories(path, groups)
+    back = read_trajectories(path, [3, 1])
+    assert [group[0].group_id for group in back] == [3, 1]
+    for found, expected in zip([*back[0], *back[1]], [*groups[3], *groups[1]], strict=True):
+        for name in Trajectory.__dataclass_fields__:
+            mine, theirs = getattr(found, name), getattr(expected, name)
+            assert type(mine) is type(theirs)
+            if isinstance(theirs, np.ndarray):
+                assert mine.dtype == theirs.dtype
+                assert mine.tobytes() == theirs.tobytes()
+            else:
+                assert mine == theirs
+    assert read_trajectories(path, []) == []
+
+
+def test_unreadable_trajectories_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.parquet"
+    with pytest.raises(CheckpointError, match=r"trajectories\.parquet"):
+        read_trajectories(path, [1])
+    write_trajectories(path, make_groups(2))
+    with pytest.raises(CheckpointError, match=r"no trajectories of groups \[7\]"):
+        read_trajectories(path, [1, 7])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_trajectories(path, [1])
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_trajectories(tmp_path / "missing" / "file", make_groups(1))
+
+
+def test_no_groups_is_a_valid_file(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.parquet"
+    write_trajectories(path, [])
+    with pytest.raises(CheckpointError, match=r"\[0\]"):
+        read_trajectories(path, [0])

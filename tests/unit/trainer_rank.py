@@ -1,0 +1,60 @@
+"""One rank of a sharded trainer, as a program: trains two steps and writes what came out.
+
+python trainer_rank.py RANK WORLD_SIZE INIT_METHOD MODEL CHECKPOINT_IN CHECKPOINT_OUT
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from trainer_models import make_groups
+from trainer_runs import make_config, step
+
+from freewheel.config.sections import OptimConfig
+from freewheel.errors import TrainingDivergedError
+from freewheel.trainer.core import TrainerCore
+from freewheel.trainer.distributed import Ranks
+from freewheel.types import Trajectory
+
+
+def training_groups(number: int) -> list[list[Trajectory]]:
+    """Of different lengths; one group without signal, which only goes forward, and comes last."""
+    groups = make_groups(seed=number)
+    fields = Trajectory.__dataclass_fields__
+    groups[1] = [
+        Trajectory(**{**{name: getattr(t, name) for name in fields}, "reward": 1.0})
+        for t in groups[1]
+    ]
+    return groups
+
+
+def main(rank: str, world_size: str, init_method: str, model: str, old: str, new: str) -> None:
+    ranks = Ranks(rank=int(rank), world_size=int(world_size), init_method=init_method)
+    config = make_config(
+        strategy="fsdp2",
+        world_size=int(world_size),
+        # Where a gradient is all but zero, AdamW without eps turns rounding into full steps.
+        optim=OptimConfig(lr=1e-3, eps=1e-4),
+    )
+    core = TrainerCore(config, Path(model), ranks=ranks)
+    info = core.start(Path(old) if old else None)
+    metrics = {}
+    for number in range(info.step + 1, info.step + 3):
+        metrics = step(core, number, training_groups(number)).metrics
+    core.copy_state(info.step + 2)
+    bundle = core.export_weights()
+    if ranks.is_main:
+        folder = Path(new)
+        folder.mkdir()
+        core.write_state(info.step + 2, folder, [])
+        (folder / "exported").write_bytes(bundle.buffer.tobytes())
+        (folder / "metrics").write_text(repr(metrics))
+    bad = make_groups(seed=9)
+    bad[0][0].rollout_logprobs[-1] = float("nan")
+    with pytest.raises(TrainingDivergedError, match=bad[0][0].sample_id):
+        step(core, 99, bad)
+    core.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
