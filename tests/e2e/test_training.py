@@ -36,7 +36,8 @@ def check_samples(run: Finished, *, group_size: int = 4) -> None:
 
 def check_validations(run: Finished) -> None:
     for row in run.rows("validations"):
-        assert row["response_versions"] == {str(row["policy_version"]): row["n_done"]}
+        if row["status"] != "skipped":
+            assert row["response_versions"] == {str(row["policy_version"]): row["n_done"]}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,6 @@ def test_every_step_and_sample_is_recorded(run):
     assert [row["step"] for row in steps] == list(range(1, 9))
     for row in steps:
         assert {"policy_version", "time_s", "actor/pg_loss", "timing_s/step"} <= set(row)
-        assert row["training/rollout_probs_diff_max"] < 0.01
     check_samples(run)
     assert {row["status"] for row in run.rows("samples")} == {"trained"}
 
@@ -172,6 +172,8 @@ def test_strict_on_policy_is_on_policy(tmp_path):
     }
     finished = start(tmp_path, changes).finish()
     assert finished.code == 0, finished.err
+    for row in finished.rows("metrics"):
+        assert row["training/rollout_probs_diff_max"] < 1e-3
     versions = {row["step"]: row["policy_version"] for row in finished.rows("metrics")}
     assert versions == {step: step - 1 for step in range(1, 6)}
     for row in finished.rows("samples"):

@@ -1,6 +1,7 @@
 """Checkpoints of the trainer: bit-exact resume, loadable by others, errors that name the file."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from freewheel.trainer import state
 from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.trajectories import read_trajectories, write_trajectories
 from freewheel.types import Trajectory
+from freewheel.weights import unpack_weights
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,42 @@ def test_resume_is_bit_identical_to_going_on(tmp_path: Path, name: str) -> None:
     assert copies[0].progress.optimizer_steps == copies[1].progress.optimizer_steps == 8
     for key, tensor in copies[0].moments.items():
         assert torch.equal(tensor, copies[1].moments[key])
+
+
+def test_a_checkpoint_between_two_publications_carries_what_replicas_hold(
+    model_path: Path, tmp_path: Path
+) -> None:
+    core = make_core(model_path)
+    published = core.export_weights()
+    step(core, 1, make_groups(seed=1))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    core.copy_state(1)
+    core.write_state(1, folder, [], published)
+    resumed = make_core(model_path, folder)
+    restored = resumed.restored_weights()
+    assert {spec.name for spec in restored.specs} == {spec.name for spec in published.specs}
+    tensors = unpack_weights(published)
+    for name, tensor in unpack_weights(restored).items():
+        assert torch.equal(tensor, tensors[name])
+    assert not np.array_equal(resumed.export_weights().buffer, restored.buffer)
+
+
+def test_a_checkpoint_without_a_published_version_says_so(model_path: Path, tmp_path: Path) -> None:
+    folder = write(make_core(model_path), 0, tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"published\.safetensors"):
+        make_core(model_path, folder).restored_weights()
+
+
+def test_the_model_files_of_a_later_checkpoint_do_not_depend_on_the_one_resumed_from(
+    model_path: Path, tmp_path: Path
+) -> None:
+    first = write(make_core(model_path), 0, tmp_path / "first")
+    resumed = make_core(model_path, first)
+    shutil.rmtree(first)
+    second = write(resumed, 0, tmp_path / "second")
+    assert (second / "hf" / "config.json").is_file()
+    assert any((second / "hf" / name).is_file() for name in ("tokenizer.json", "config.json"))
 
 
 def test_random_state_comes_back(model_path: Path, tmp_path: Path) -> None:

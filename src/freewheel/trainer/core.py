@@ -58,7 +58,8 @@ class TrainerCore:
         total_optimizer_steps: int | None = None,
     ) -> None:
         self._config = config
-        self._source = model_path
+        self._model_path = model_path
+        self._checkpoint: Path | None = None
         self._ranks = ranks or Ranks()
         self._total_steps = total_optimizer_steps or optim.total_optimizer_steps(config)
         optim.check_schedule(config.actor.optim, self._total_steps)
@@ -76,9 +77,9 @@ class TrainerCore:
         if self._device.type == "cpu":
             torch.set_num_threads(self._config.actor.num_threads)
         self._ranks.join(self._device)
-        if checkpoint is not None:
-            self._source = checkpoint / state.HF
-        self._policy = self._build_policy()
+        self._checkpoint = checkpoint
+        weights = self._model_path if checkpoint is None else checkpoint / state.HF
+        self._policy = self._build_policy(weights)
         optimizer = optim.make_optimizer(self._policy, self._config.actor.optim)
         progress = state.Progress(step=0, optimizer_steps=0, rng={})
         if checkpoint is not None:
@@ -169,12 +170,27 @@ class TrainerCore:
             with self._lock:
                 self._copies[step] = copy
 
+    def restored_weights(self) -> WeightBundle:
+        """The version that the checkpoint carries beside the trainer's own weights; rank 0 only.
+
+        Raises:
+            CheckpointError: it carries none, or it cannot be read.
+        """
+        if self._checkpoint is None:
+            raise InvariantError("there is no checkpoint to restore a published version from")
+        return state.read_published(self._checkpoint)
+
     def write_state(
-        self, step: int, folder: Path, trajectories: Sequence[list[Trajectory]]
+        self,
+        step: int,
+        folder: Path,
+        trajectories: Sequence[list[Trajectory]],
+        published: WeightBundle | None = None,
     ) -> None:
         """Write the copy taken at `step`, and these groups, into an existing folder; rank 0 only.
 
-        May run in another thread beside any other call. Frees the copy, also when it fails.
+        `published` is what replicas hold, when that differs from the trainer's weights. May run in
+        another thread beside any other call. Frees the copy, also when it fails.
 
         Raises:
             InvariantError: there is no copy of that step.
@@ -185,7 +201,11 @@ class TrainerCore:
         if copy is None:
             raise InvariantError(f"step {step}: no copy of the trainer's state was taken")
         try:
-            state.write_copy(copy, folder, self._model, self._source)
+            # Tokenizer files come from the model's folder: a checkpoint that the run was resumed
+            # from is deleted when newer ones are complete.
+            state.write_copy(copy, folder, self._model, self._model_path)
+            if published is not None:
+                state.write_published(folder, published)
             write_trajectories(folder / state.TRAJECTORIES, trajectories)
             state.fsync_tree(folder)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
@@ -202,11 +222,9 @@ class TrainerCore:
     def _model(self) -> PreTrainedModel:
         return self._policy.model
 
-    def _build_policy(self) -> Policy:
+    def _build_policy(self, weights: Path) -> Policy:
         actor = self._config.actor
-        model = state.load_model(
-            self._source, trust_remote_code=self._config.model.trust_remote_code
-        )
+        model = state.load_model(weights, trust_remote_code=self._config.model.trust_remote_code)
         torch.nn.Module.to(model, self._device)
         # Recorded logprobs have no dropout in them, so neither has training. Only layers that
         # recompute their activations need to know that this is training.

@@ -2,7 +2,8 @@
 
 A checkpoint's folder holds `hf/` (a Hugging Face model folder with float32 weights, which
 transformers and vLLM load), `trainer/optimizer.safetensors` (AdamW's moments by parameter name),
-`trainer/state.json` (steps and random state) and `trajectories.parquet`.
+`trainer/state.json` (steps and random state) and `trajectories.parquet`; between two publications
+also `trainer/published.safetensors`, the version that replicas hold.
 """
 
 import json
@@ -21,11 +22,13 @@ from transformers.utils import logging as transformers_logging
 
 from freewheel.errors import CheckpointError
 from freewheel.trainer.distributed import full, like
+from freewheel.weights import WeightBundle, pack_weights, unpack_weights
 
 HF = "hf"
 OPTIMIZER = "trainer/optimizer.safetensors"
 STATE = "trainer/state.json"
 TRAJECTORIES = "trajectories.parquet"
+PUBLISHED = "trainer/published.safetensors"
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
@@ -121,6 +124,24 @@ def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Pa
         "rng": copy.progress.rng,
     }
     (folder / STATE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_published(folder: Path, bundle: WeightBundle) -> None:
+    """Write the version that replicas hold, in their number format."""
+    tensors = {name: tensor.clone() for name, tensor in unpack_weights(bundle).items()}
+    save_file(tensors, folder / PUBLISHED)
+
+
+def read_published(folder: Path) -> WeightBundle:
+    """Read what `write_published` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or broken.
+    """
+    try:
+        return pack_weights(load_file(folder / PUBLISHED).items())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / PUBLISHED}: cannot be read: {error}") from error
 
 
 def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
