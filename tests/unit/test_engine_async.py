@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from engine_models import bundle, config, make_model, model_logprobs, request, save
 
 from freewheel.engine import AsyncEngine
 from freewheel.engine.torch_engine import TorchEngine
@@ -19,6 +18,7 @@ from freewheel.errors import (
 )
 from freewheel.types import SamplingParams
 from freewheel.weights import pack_weights
+from tests.unit.engine_models import bundle, config, make_model, model_logprobs, request, save
 
 pytestmark = pytest.mark.asyncio
 

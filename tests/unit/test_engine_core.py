@@ -5,7 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from engine_models import (
+
+from freewheel.engine.generic import GenericDecoder
+from freewheel.engine.llama import LlamaDecoder
+from freewheel.engine.loading import load_model
+from freewheel.engine.torch_engine import TorchEngine
+from freewheel.errors import ConfigError, FailureClass, InvariantError, RolloutError
+from freewheel.types import SamplingParams
+from freewheel.weights import pack_weights
+from tests.unit.engine_models import (
     CONFIGS,
     EOS,
     FAST,
@@ -21,14 +29,6 @@ from engine_models import (
     save,
     tokenizer,
 )
-
-from freewheel.engine.generic import GenericDecoder
-from freewheel.engine.llama import LlamaDecoder
-from freewheel.engine.loading import load_model
-from freewheel.engine.torch_engine import TorchEngine
-from freewheel.errors import ConfigError, FailureClass, InvariantError, RolloutError
-from freewheel.types import SamplingParams
-from freewheel.weights import pack_weights
 
 PATHS = [*[(name, True) for name in CONFIGS], ("llama_tied", False), ("qwen3", False)]
 BOTH = [("llama_tied", True), ("gpt2", True)]

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from engine_models import _distribution, request
 
 from freewheel.engine.request import Request
 from freewheel.engine.sampling import sample, uniforms
+from tests.unit.engine_models import _distribution, request
 
 
 def _requests(count, **sampling):

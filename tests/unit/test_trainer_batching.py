@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_models import make_groups
 
 from freewheel.trainer.attention import Packing
 from freewheel.trainer.batching import (
@@ -18,6 +17,7 @@ from freewheel.trainer.batching import (
     split_groups,
 )
 from freewheel.types import Trajectory
+from tests.unit.trainer_models import make_groups
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_models import CONFIGS, make_groups, make_model, save_model
-from trainer_runs import make_config, step
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from freewheel.config.sections import Config, OptimConfig, RolloutConfig, RolloutCorrectionConfig
@@ -16,6 +14,8 @@ from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.losses import group_advantages
 from freewheel.types import Trajectory
 from freewheel.weights import unpack_weights
+from tests.unit.trainer_models import CONFIGS, make_groups, make_model, save_model
+from tests.unit.trainer_runs import make_config, step
 
 
 @pytest.fixture(scope="module")

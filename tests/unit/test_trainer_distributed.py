@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from trainer_models import save_model
+
+from tests.unit.trainer_models import save_model
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 240
@@ -27,11 +28,11 @@ def run(world_size: int, model: Path, old: Path | None, new: Path) -> None:
     """Run the ranks to their end; fails with what a failed one said."""
     address = f"tcp://127.0.0.1:{free_port()}"
     arguments = [str(world_size), address, str(model), str(old or ""), str(new)]
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1] / "src")])
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parents[1] / "src")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, HERE / "trainer_rank.py", str(rank), *arguments],
+            [sys.executable, "-m", "tests.unit.trainer_rank", str(rank), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

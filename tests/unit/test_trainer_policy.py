@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from trainer_models import CONFIGS, make_groups, make_model
 from transformers import PreTrainedModel
 
 from freewheel.trainer import policy as policy_module
@@ -10,6 +9,7 @@ from freewheel.trainer.attention import PACKED, UnsupportedAttentionError, packe
 from freewheel.trainer.batching import MicroBatch, make_samples, pack
 from freewheel.trainer.policy import Forward, Policy
 from freewheel.trainer.probe import choose_forward
+from tests.unit.trainer_models import CONFIGS, make_groups, make_model
 
 CPU = torch.device("cpu")
 PADDED = {"gemma2-softcap", "mamba"}

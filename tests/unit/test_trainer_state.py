@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_models import CONFIGS, make_groups, save_model
-from trainer_runs import make_config, step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freewheel.config.sections import OptimConfig
@@ -19,6 +17,8 @@ from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.trajectories import read_trajectories, write_trajectories
 from freewheel.types import Trajectory
 from freewheel.weights import unpack_weights
+from tests.unit.trainer_models import CONFIGS, make_groups, save_model
+from tests.unit.trainer_runs import make_config, step
 
 
 @pytest.fixture(scope="module")

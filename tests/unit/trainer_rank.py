@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer_models import make_groups
-from trainer_runs import make_config, step
 
 from freewheel.config.sections import OptimConfig
 from freewheel.errors import TrainingDivergedError
 from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.distributed import Ranks
 from freewheel.types import Trajectory
+from tests.unit.trainer_models import make_groups
+from tests.unit.trainer_runs import make_config, step
 
 
 def training_groups(number: int) -> list[list[Trajectory]]:

@@ -50,9 +50,10 @@ class _RowsLayer(DynamicLayer):
     def get_seq_length(self, *_: object) -> int:
         return self._window.start - self._window.first
 
-    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]  # its arguments vary
+    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]  # see below
         self, *_: object
     ) -> tuple[int, int]:
+        # Its argument changed its name and type between releases of transformers.
         return self._window.stop - self._window.first, 0
 
 
