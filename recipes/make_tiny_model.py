@@ -5,16 +5,15 @@
 writes `recipes/tiny/` (a Hugging Face folder: Llama, 0.5 million parameters, one token a
 character) and `recipes/data/{train,val}.jsonl`, each line with `prompt` and `ground_truth`.
 
-The task is to add two to four numbers of two digits, writing down the working: the leftmost sum is
-replaced by its value until one number is left. `47+38+96=` is answered by `85+96=181`.
+The task is to add three to five digits, writing down the working: the leftmost sum is replaced by
+its value until one number is left. `7+8+5+9=` is answered by `15+5+9=20+9=29`.
 
 The model is trained by plain next-token prediction on the answers of a sloppy calculator. It goes
 by the right procedure in `RIGHT_SHARE` of its answers; in the others it forgets, throughout, to
-carry the one from the units to the tens (`75+96=161`). So the model knows both procedures, and
-nearly always chooses between them by that share: sampled at temperature 1 it is right about as
-often, and greedily it is nearly always wrong. That is what reinforcement learning is good at
-mending, within a hundred steps. Every prompt of the data has its first carry in its first sum, so
-that no prompt is right by luck, and no held-out prompt is among those to train on.
+carry the one (`5+5+9=0+9=9`). So the model knows both procedures, and chooses between them by that
+share: sampled at temperature 1 it is right about as often, and greedily it is nearly always wrong.
+Reinforcement learning mends that within a hundred steps. Every prompt has a carry in its first sum,
+so that none is right by luck, and no held-out prompt is among those to train on.
 
 Deterministic on one kind of CPU: fixed seeds, one thread.
 """
@@ -38,14 +37,11 @@ VOCABULARY = (*SPECIAL, *"0123456789+=")
 TOKEN_IDS = {token: token_id for token_id, token in enumerate(VOCABULARY)}
 
 SEED = 1
-ROUNDS = 2
-"""Times that the learning rate rises and falls; the second round halves what errors the first leaves."""
 STEPS = 2000
-"""Optimizer steps of a round."""
-BATCH_SIZE = 96
+BATCH_SIZE = 64
 LR = 3e-3
-NUM_TERMS_SHARES = {2: 0.3, 3: 0.4, 4: 0.3}
-"""How often a problem has so many numbers."""
+NUM_TERMS_SHARES = {3: 0.1, 4: 0.45, 5: 0.45}
+"""How often a problem has so many digits."""
 RIGHT_SHARE = 0.32
 """Share of the corpus that goes by the right procedure."""
 NUM_TRAIN = 3072
@@ -60,7 +56,7 @@ def add_right(a: int, b: int) -> int:
 
 
 def add_sloppy(a: int, b: int) -> int:
-    """Add, but forget to carry the one from the units to the tens."""
+    """Add, but forget to carry the one."""
     return a + b - (10 if carries(a, b) else 0)
 
 
@@ -70,12 +66,12 @@ def carries(a: int, b: int) -> bool:
 
 
 def write_prompt(terms: Sequence[int]) -> str:
-    """`47+38+96=`."""
+    """`7+8+5+9=`."""
     return "+".join(map(str, terms)) + "="
 
 
 def write_working(terms: Sequence[int], add: Add) -> str:
-    """Replace the leftmost sum by its value until one number is left: `85+96=181`."""
+    """Replace the leftmost sum by its value until one number is left: `15+5+9=20+9=29`."""
     lines: list[str] = []
     while len(terms) > 1:
         terms = [add(terms[0], terms[1]), *terms[2:]]
@@ -84,9 +80,9 @@ def write_working(terms: Sequence[int], add: Add) -> str:
 
 
 def draw_terms(rng: random.Random, num_terms: int) -> list[int]:
-    """Numbers of two digits whose first sum has a carry."""
+    """Digits, none of them 0, whose first sum has a carry."""
     while True:
-        terms = [rng.randint(10, 99) for _ in range(num_terms)]
+        terms = [rng.randint(1, 9) for _ in range(num_terms)]
         if carries(terms[0], terms[1]):
             return terms
 
@@ -149,9 +145,9 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def pretrain(model: LlamaForCausalLM, seed: int) -> None:
+def pretrain(model: LlamaForCausalLM) -> None:
     """Next-token prediction on the sloppy calculator's answers; the rate falls to zero."""
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
     start_s = time.monotonic()
@@ -226,7 +222,7 @@ def report(model: LlamaForCausalLM, problems: Sequence[Sequence[int]]) -> None:
         sloppy = torch.tensor([answer_probability(model, terms, add_sloppy) for terms in chosen])
         low, high = right.quantile(torch.tensor([0.1, 0.9])).tolist()
         print(
-            f"{num_terms} numbers: right {right.mean():.2f} (10 to 90 %: {low:.2f} to {high:.2f}), "
+            f"{num_terms} digits: right {right.mean():.2f} (10 to 90 %: {low:.2f} to {high:.2f}), "
             f"sloppy {sloppy.mean():.2f}, other {1 - (right + sloppy).mean():.2f}"
         )
 
@@ -244,8 +240,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED)
     model = make_model()
-    for number in range(ROUNDS):
-        pretrain(model, SEED + number)
+    pretrain(model)
     model.eval()
     write_model(model, arguments.out / "tiny")
     report(model, held_out)

@@ -6,14 +6,19 @@ control plane must not load them.
 
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
+# transformers gives these no types worth checking against.
+_AutoTokenizer = cast("Any", AutoTokenizer)
+_Llama = cast("Any", LlamaForCausalLM)
+
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write model (float32), tokenizer and generation defaults into `folder`, which is made."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = _AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = _dequantized(gguf)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -24,12 +29,12 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _dequantized(gguf: Path) -> LlamaForCausalLM:
+def _dequantized(gguf: Path) -> Any:
     """The model as a plain float32 one; transformers refuses to save what it read from a GGUF."""
-    loaded = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded = _Llama.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
-    delattr(config, "quantization_config")  # declared by the instance, not by its class
-    model = LlamaForCausalLM(config)
+    del config.quantization_config
+    model = _Llama(config)
     model.load_state_dict(loaded.state_dict())
     return model
 

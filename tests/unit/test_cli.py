@@ -188,7 +188,7 @@ def test_validate_by_recipe_by_run_and_by_place(place, app):
 
 def test_validate_needs_no_training_prompts(place, app):
     assert main(["validate", "model", "recipe.yaml", "data.train_files=", "model.path="]) == 0
-    assert app.calls[0][1][0].model.path == "model"
+    assert app.calls[0][1][0].model.path == str(place / "model")
 
 
 def test_status_tells_running_ended_and_lost(place, capsys):

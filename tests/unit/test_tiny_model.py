@@ -47,7 +47,7 @@ def test_model_is_small(folder, model):
 
 def test_tokenizer_is_one_token_a_character_and_adds_nothing(folder, maker):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "47+38+96=85+96=181"
+    text = "7+8+5+9=15+5+9=20+9=29"
     assert tokenizer(text)["input_ids"] == maker.encode(text)
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == maker.encode(text)
     assert tokenizer.decode([*maker.encode(text), maker.EOS], skip_special_tokens=True) == text
@@ -64,10 +64,10 @@ def test_special_tokens_agree(folder, model, maker):
 
 
 def test_procedures(maker):
-    terms = [47, 38, 96]
-    assert maker.write_prompt(terms) == "47+38+96="
-    assert maker.write_working(terms, maker.add_right) == "85+96=181"
-    assert maker.write_working(terms, maker.add_sloppy) == "75+96=161"
+    terms = [7, 8, 5, 9]
+    assert maker.write_prompt(terms) == "7+8+5+9="
+    assert maker.write_working(terms, maker.add_right) == "15+5+9=20+9=29"
+    assert maker.write_working(terms, maker.add_sloppy) == "5+5+9=0+9=9"
 
 
 @pytest.mark.parametrize("name", ["train", "val"])
@@ -96,8 +96,8 @@ def test_data_is_what_the_script_writes(tmp_path, maker):
 
 
 def test_longest_example_fits_the_recipe(maker):
-    terms = [99, 99, 99, 99]
-    assert len(maker.write_prompt(terms)) <= 16
+    terms = [9, 9, 9, 9, 9]
+    assert len(maker.write_prompt(terms)) <= 12
     assert len(maker.write_working(terms, maker.add_right)) + 1 <= 24
 
 
