@@ -62,20 +62,24 @@ class Checkpointer:
     async def cut(self, step: int) -> None:
         """Take the state of this moment. Called by the train loop between two steps."""
         if self._num_copies >= MAX_COPIES:
-            with self._waits.waiting("train", "room for a checkpoint copy", holder="checkpoint"):
+            with self._waits.waiting(
+                "train", "room for a checkpoint copy", held_by=("checkpoint",)
+            ):
                 await self._changed.until(lambda: True if self._num_copies < MAX_COPIES else None)
         state = self._collect()
         self._num_copies += 1
         limit_s = self._config.health.checkpoint_timeout_s
-        with self._waits.waiting("train", "checkpoint copy", holder="trainer", timeout_s=limit_s):
-            try:
-                async with asyncio.timeout(limit_s):
-                    await self._trainer.copy_state(step)
-            except TimeoutError as error:
-                raise CheckpointError(
-                    f"checkpoint of step {step}: not copied within {limit_s:g} s "
-                    "(health.checkpoint_timeout_s)"
-                ) from error
+        async with self._waits.limited(
+            "train",
+            "checkpoint copy",
+            held_by=("trainer",),
+            timeout_s=limit_s,
+            otherwise=lambda: CheckpointError(
+                f"checkpoint of step {step}: not copied within {limit_s:g} s "
+                "(health.checkpoint_timeout_s)"
+            ),
+        ):
+            await self._trainer.copy_state(step)
         taken_s = asyncio.get_running_loop().time()
         self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
         self._recorder.event("checkpoint_cut", step=step)
@@ -89,20 +93,22 @@ class Checkpointer:
         Unblocked by: train; the disk; its own deadline.
         """
         async for job in self._jobs:
-            limit_s = self._config.health.checkpoint_timeout_s
-            try:
-                async with asyncio.timeout(limit_s):
-                    await self._write(job)
-            except TimeoutError as error:
-                raise CheckpointError(
-                    f"checkpoint of step {job.step}: not written within {limit_s:g} s "
-                    "(health.checkpoint_timeout_s); the previous one is untouched"
-                ) from error
+            await self._write(job)
             self._num_copies -= 1
             self._changed.notify()
 
     async def _write(self, job: _Job) -> None:
-        with self._waits.waiting("checkpoint", f"write of step {job.step}", holder="trainer, disk"):
+        limit_s = self._config.health.checkpoint_timeout_s
+        async with self._waits.limited(
+            "checkpoint",
+            f"write of step {job.step}",
+            held_by=("trainer", "disk"),
+            timeout_s=limit_s,
+            otherwise=lambda: CheckpointError(
+                f"checkpoint of step {job.step}: not written within {limit_s:g} s "
+                "(health.checkpoint_timeout_s); the previous one is untouched"
+            ),
+        ):
             folder = await self._store.begin(job.step)
             await self._trainer.write_state(
                 job.step, folder, job.state.trajectories, job.state.published
@@ -119,5 +125,5 @@ class Checkpointer:
 
     async def drain(self) -> None:
         """Wait until every cut is written."""
-        with self._waits.waiting("end of the run", "checkpoints", holder="checkpoint"):
+        with self._waits.waiting("train", "checkpoints to be written", held_by=("checkpoint",)):
             await self._changed.until(lambda: True if self._num_copies == 0 else None)

@@ -329,14 +329,16 @@ class Controller:
     async def _start_trainer(self) -> None:
         limit_s = self.config.health.startup_timeout_s
         folder = self._resume and self._resume.folder
-        with self.waits.waiting("train", "the trainer's process and model", timeout_s=limit_s):
-            try:
-                async with asyncio.timeout(limit_s):
-                    info = await self.trainer.start(folder)
-            except TimeoutError as error:
-                raise StartupError(
-                    f"the trainer did not come up within {limit_s:g} s (health.startup_timeout_s)"
-                ) from error
+        async with self.waits.limited(
+            "train",
+            "the trainer's process and model",
+            held_by=("trainer",),
+            timeout_s=limit_s,
+            otherwise=lambda: StartupError(
+                f"the trainer did not come up within {limit_s:g} s (health.startup_timeout_s)"
+            ),
+        ):
+            info = await self.trainer.start(folder)
         self._recorder.event("trainer_up", **asdict(info))
 
     async def _report(self, on_status: Callable[[RunStatus], None]) -> None:

@@ -67,7 +67,7 @@ class Feed:
 
     async def _put(self, prompt: QueuedPrompt) -> None:
         if not self.prompts.put_nowait(prompt):
-            with self._waits.waiting("feed", "room for prompts", holder="rollouter"):
+            with self._waits.waiting("feed", "room for prompts", held_by=("rollouter",)):
                 await self.prompts.put(prompt)
 
     async def _prepare(self, indices: list[int]) -> list[PromptInfo]:
@@ -75,9 +75,9 @@ class Feed:
         limit_s = self._config.health.prepare_timeout_s
         while True:
             worker = await self._workers.choose("feed")
-            holder = f"rollout-worker-{worker.worker_id}"
+            name = f"rollout-worker-{worker.worker_id}"
             try:
-                with self._waits.waiting("feed", "prompts", holder=holder, timeout_s=limit_s):
+                with self._waits.waiting("feed", "prompts", held_by=(name,), timeout_s=limit_s):
                     async with asyncio.timeout(limit_s):
                         return await worker.prepare(Split.TRAIN, indices)
             except TimeoutError:

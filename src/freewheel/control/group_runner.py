@@ -66,10 +66,10 @@ class GroupRunner:
     async def _call(self, lease: Lease, request: GroupRequest) -> GroupResult:
         worker = await self._workers.choose(lease.holder)
         limit_s = request.timeout_s + self._health.grace_s
-        holder = f"rollout-worker-{worker.worker_id}, replica-{lease.replica_id}"
+        held_by = (f"rollout-worker-{worker.worker_id}", f"replica-{lease.replica_id}")
         self._workers.began_call(worker)
         try:
-            with self._waits.waiting(lease.holder, "rollouts", holder=holder, timeout_s=limit_s):
+            with self._waits.waiting(lease.holder, "rollouts", held_by=held_by, timeout_s=limit_s):
                 async with asyncio.timeout(limit_s):
                     return await worker.run_group(request, lease.replica)
         except TimeoutError:

@@ -301,6 +301,17 @@ class Pool:
             for slot in self.slots.values()
         )
 
+    def busy_with(self) -> list[str]:
+        """Who could make a replica free: the holders of leases and pins, replicas that start."""
+        names = [lease.holder for slot in self.slots.values() for lease in slot.leases]
+        names += [slot.pin.name for slot in self.slots.values() if slot.pin is not None]
+        names += [
+            f"replica-{slot.replica_id}"
+            for slot in self.slots.values()
+            if slot.replica is None or slot.updating_to is not None
+        ]
+        return names or ["train"]
+
     def describe(self) -> str:
         """State of all replicas in one line each, for wait tables and reports."""
         return "; ".join(

@@ -60,14 +60,16 @@ class ReplicaLoop:
 
     async def _start(self, replica: Replica) -> None:
         limit_s = self._health.startup_timeout_s
-        with self._waits.waiting(self.name, "its process and engine", timeout_s=limit_s):
-            try:
-                async with asyncio.timeout(limit_s):
-                    await replica.start()
-            except TimeoutError as error:
-                raise StartupError(
-                    f"{self.name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
-                ) from error
+        async with self._waits.limited(
+            self.name,
+            "its process and engine",
+            held_by=(f"process of {self.name}",),
+            timeout_s=limit_s,
+            otherwise=lambda: StartupError(
+                f"{self.name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
+            ),
+        ):
+            await replica.start()
         self._pool.up(self._replica_id, replica)
         self._recorder.event("replica_up", replica=self._replica_id)
 
@@ -95,14 +97,14 @@ class ReplicaLoop:
     async def _update(self, replica: Replica, version: int) -> None:
         limit_s = self._health.sync_timeout_s
         weights = self._store.get(version)
-        with self._waits.waiting(
-            self.name, f"weights of version {version}", holder=self.name, timeout_s=limit_s
+        async with self._waits.limited(
+            self.name,
+            f"weights of version {version}",
+            held_by=(f"process of {self.name}",),
+            timeout_s=limit_s,
+            otherwise=lambda: ReplicaLostError(
+                f"{self.name} did not load version {version} within {limit_s:g} s "
+                "(health.sync_timeout_s)"
+            ),
         ):
-            try:
-                async with asyncio.timeout(limit_s):
-                    await replica.update_weights(weights)
-            except TimeoutError as error:
-                raise ReplicaLostError(
-                    f"{self.name} did not load version {version} within {limit_s:g} s "
-                    "(health.sync_timeout_s)"
-                ) from error
+            await replica.update_weights(weights)

@@ -81,6 +81,14 @@ class Admission:
         started = self._ledger.num_trained_groups + len(self._ledger.open)
         return self._total_groups is not None and started >= self._total_groups
 
+    def blocked_by(self) -> list[str]:
+        """Who can make room for another group."""
+        if self._held_by is not None:
+            return [self._held_by]
+        if self._is_enough() or self.required_version() is None:
+            return ["train"]
+        return self._pool.busy_with()
+
     def describe(self) -> str:
         """What keeps the next group from starting."""
         if self._held_by is not None:
@@ -110,7 +118,7 @@ class Rollouter:
         waits: WaitTable,
     ) -> None:
         self.ended = False
-        self.num_running = 0
+        self._running: set[int] = set()
         self.num_finished_samples = 0
         self.num_finished_tokens = 0
         self._config = config
@@ -156,12 +164,26 @@ class Rollouter:
         self.ended = True
         self._ledger.changed.notify()
 
+    @property
+    def num_running(self) -> int:
+        """Groups that are under way."""
+        return len(self._running)
+
+    def running_names(self) -> list[str]:
+        """Names of the groups under way; the rollouter itself if there is none."""
+        return [f"group-{group_id}" for group_id in sorted(self._running)] or ["rollouter"]
+
     async def _admit(self) -> Lease:
         holder = f"group-{self._ledger.next_group_id}"
         lease = self._admission.try_admit(holder)
         if lease is not None:
             return lease
-        with self._waits.waiting("rollouter", "a slot", holder=self._admission.describe):
+        with self._waits.waiting(
+            "rollouter",
+            "a slot",
+            held_by=self._admission.blocked_by,
+            note=self._admission.describe,
+        ):
             return await self._pool.changed.until(lambda: self._admission.try_admit(holder))
 
     async def _rerun_group(self, group: Group) -> None:
@@ -169,7 +191,9 @@ class Rollouter:
 
     async def _lease_again(self, group: Group) -> Lease:
         name = f"group-{group.group_id}"
-        with self._waits.waiting(name, "a replica", holder=self._pool.describe):
+        with self._waits.waiting(
+            name, "a replica", held_by=self._pool.busy_with, note=self._pool.describe
+        ):
             return await self._pool.changed.until(
                 lambda: self._pool.try_lease_training(name, min_version=group.start_version)
             )
@@ -177,7 +201,7 @@ class Rollouter:
     async def _run_group(self, group: Group, lease: Lease) -> None:
         failures: Counter[tuple[int, FailureClass]] = Counter()
         pending = group.unfinished()
-        self.num_running += 1
+        self._running.add(group.group_id)
         try:
             while pending:
                 await self._run_members(group, lease, pending)
@@ -185,7 +209,7 @@ class Rollouter:
                 if pending:
                     lease = await self._lease_again(group)
         finally:
-            self.num_running -= 1
+            self._running.discard(group.group_id)
         self._settle(group)
 
     async def _run_members(self, group: Group, lease: Lease, indices: Sequence[int]) -> None:

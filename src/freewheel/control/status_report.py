@@ -54,7 +54,7 @@ class StatusReport:
             Wait(
                 waiter=wait.waiter,
                 resource=wait.resource,
-                holder=wait.holder(),
+                holder=", ".join(wait.held_by[:4]) or wait.note,
                 since_s=round(now_s - (loop_s - wait.since_s), 3),
             )
             for wait in self._waits.entries()

@@ -194,7 +194,12 @@ class TrainLoop:
         cause = "validation" if blocked else "samples"
         with (
             self._booked(cause),
-            self._waits.waiting("train", f"samples ({cause})", holder=self._describe_open),
+            self._waits.waiting(
+                "train",
+                f"samples ({cause})",
+                held_by=self._rollouter.running_names,
+                note=self._describe_open,
+            ),
         ):
             await self._ledger.changed.wait()
 
@@ -222,17 +227,17 @@ class TrainLoop:
 
     async def _call_trainer(self, request: TrainRequest) -> TrainResult:
         limit_s = self._config.health.train_step_timeout_s
-        with self._waits.waiting(
-            "train", f"step {request.step}", holder="trainer", timeout_s=limit_s
+        async with self._waits.limited(
+            "train",
+            f"step {request.step}",
+            held_by=("trainer",),
+            timeout_s=limit_s,
+            otherwise=lambda: StalledError(
+                f"trainer: step {request.step} not done within {limit_s:g} s "
+                "(health.train_step_timeout_s)"
+            ),
         ):
-            try:
-                async with asyncio.timeout(limit_s):
-                    return await self._trainer.train_step(request)
-            except TimeoutError as error:
-                raise StalledError(
-                    f"trainer: step {request.step} not done within {limit_s:g} s "
-                    "(health.train_step_timeout_s)"
-                ) from error
+            return await self._trainer.train_step(request)
 
     def _check_staleness(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -281,21 +286,19 @@ class TrainLoop:
     async def _publish(self, version: int, *, restored: bool = False) -> None:
         limit_s = self._config.health.sync_timeout_s
         publish = self._trainer.publish_restored if restored else self._trainer.publish
-        with (
-            self._booked("sync"),
-            self._timed("param_sync"),
-            self._waits.waiting(
-                "train", f"publication of version {version}", holder="trainer", timeout_s=limit_s
+        limited = self._waits.limited(
+            "train",
+            f"publication of version {version}",
+            held_by=("trainer",),
+            timeout_s=limit_s,
+            otherwise=lambda: StalledError(
+                f"trainer: version {version} not published within {limit_s:g} s "
+                "(health.sync_timeout_s)"
             ),
-        ):
-            try:
-                async with asyncio.timeout(limit_s):
-                    weights = await publish(version)
-            except TimeoutError as error:
-                raise StalledError(
-                    f"trainer: version {version} not published within {limit_s:g} s "
-                    "(health.sync_timeout_s)"
-                ) from error
+        )
+        with self._booked("sync"), self._timed("param_sync"):
+            async with limited:
+                weights = await publish(version)
         if not restored:
             self.state.version = version
             self.state.steps_since_publish = 0

@@ -138,7 +138,9 @@ class Validator:
 
     async def drain(self) -> None:
         """Wait until no validation runs or is queued."""
-        with self._waits.waiting("end of the run", "validations", holder=self.describe):
+        with self._waits.waiting(
+            "train", "validations to end", held_by=("validate",), note=self.describe
+        ):
             await self._changed.until(lambda: None if self.running or self._queue else True)
 
     async def _run_one(self, due: Due) -> None:

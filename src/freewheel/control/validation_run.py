@@ -80,7 +80,7 @@ class ValidationRun:
             [Trial(prompt_index=i, number=k) for k in range(config.validation.n)]
             for i in range(num_prompts)
         )
-        self._num_running = 0
+        self._running: set[int] = set()
         self._done: dict[int, list[RolloutOutcome]] = {}
         self._failed: Counter[FailureClass] = Counter()
         self._failed_attempts: Counter[tuple[int, int, FailureClass]] = Counter()
@@ -131,7 +131,9 @@ class ValidationRun:
 
     async def _drain_rollouts(self) -> None:
         """Wait until no rollout runs; each has a deadline of its own."""
-        with self._waits.waiting(self._name, "rollouts to drain", holder=self._pool.describe):
+        with self._waits.waiting(
+            self._name, "rollouts to drain", held_by=self._pool.busy_with, note=self._pool.describe
+        ):
             await self._pool.changed.until(
                 lambda: True if self._pool.num_leases(Purpose.TRAINING) == 0 else None
             )
@@ -163,25 +165,33 @@ class ValidationRun:
         async with asyncio.TaskGroup() as trials:
             while True:
                 with self._waits.waiting(
-                    self._name, f"slots at version {self.version}", holder=self._pool.describe
+                    self._name,
+                    f"slots at version {self.version}",
+                    held_by=self._holders,
+                    note=self._pool.describe,
                 ):
                     lease = await self._pool.changed.until(self._next)
                 if lease == "done":
                     return
                 group = self._pending.popleft()
                 self._pin.num_pending = len(self._pending)
-                self._num_running += 1
-                name = f"{self._name}-prompt-{group[0].prompt_index}"
-                trials.create_task(self._run_group(lease, group), name=name)
+                self._running.add(group[0].prompt_index)
+                trials.create_task(self._run_group(lease, group), name=lease.holder)
+
+    def _holders(self) -> list[str]:
+        """Who keeps it from its next slot: its own trials, rollouts, replicas that load."""
+        others = [name for name in self._pool.busy_with() if name != self._name]
+        return [*(f"{self._name}-prompt-{index}" for index in sorted(self._running)), *others]
 
     def _next(self) -> Lease | Literal["done"] | None:
         """A lease for the next trials; `done` when none is pending or running; None: wait."""
         if not self._pending:
             self._return_idle_replicas()
-            return None if self._num_running else "done"
+            return None if self._running else "done"
         if not self._pin.replica_ids:
             self._pin_replicas(1)
-        return self._pool.try_lease_validation(self._name, self._pin)
+        holder = f"{self._name}-prompt-{self._pending[0][0].prompt_index}"
+        return self._pool.try_lease_validation(holder, self._pin)
 
     async def _run_group(self, lease: Lease, group: list[Trial]) -> None:
         by_id = {self._sample_id(trial): trial for trial in group}
@@ -204,7 +214,7 @@ class ValidationRun:
                 timeout_s=self._config.trial_timeout_s,
             )
         finally:
-            self._num_running -= 1
+            self._running.discard(group[0].prompt_index)
             self._pool.release(lease)
         again = [
             replace(by_id[outcome.sample_id], attempt=outcome.attempt + 1)
@@ -294,5 +304,5 @@ class ValidationRun:
         """Progress in one line."""
         return (
             f"validation of step {self.step} (version {self.version}): {self.num_done} of "
-            f"{self.num_total} trials done, {self._num_running} prompts running"
+            f"{self.num_total} trials done, {len(self._running)} prompts running"
         )

@@ -1,6 +1,5 @@
 """The rollout workers: started, given work, replaced when lost."""
 
-import asyncio
 from dataclasses import dataclass
 
 from freewheel.config.sections import HealthConfig
@@ -73,14 +72,16 @@ class WorkerPool:
 
     async def _start(self, worker: RolloutWorker) -> dict[Split, DatasetInfo]:
         limit_s, name = self._health.startup_timeout_s, f"rollout-worker-{worker.worker_id}"
-        with self._waits.waiting(name, "its process and data", timeout_s=limit_s):
-            try:
-                async with asyncio.timeout(limit_s):
-                    return await worker.start()
-            except TimeoutError as error:
-                raise StartupError(
-                    f"{name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
-                ) from error
+        async with self._waits.limited(
+            name,
+            "its process and data",
+            held_by=(f"process of {name}",),
+            timeout_s=limit_s,
+            otherwise=lambda: StartupError(
+                f"{name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
+            ),
+        ):
+            return await worker.start()
 
     def _check_datasets(self, worker_id: int, datasets: dict[Split, DatasetInfo]) -> None:
         if self.datasets is None:
@@ -113,8 +114,11 @@ class WorkerPool:
         worker = self._least_loaded()
         if worker is not None:
             return worker
-        with self._waits.waiting(waiter, "a rollout worker", holder="rollout worker start"):
+        with self._waits.waiting(waiter, "a rollout worker", held_by=self._names()):
             return await self.changed.until(self._least_loaded)
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(f"rollout-worker-{slot.worker_id}" for slot in self.slots)
 
     def began_call(self, worker: RolloutWorker) -> None:
         """Count a call in."""
@@ -128,6 +132,6 @@ class WorkerPool:
 
     async def dataset(self, split: Split, waiter: str) -> DatasetInfo | None:
         """Size and identity of a split, as soon as a worker is up; None if there is no such."""
-        with self._waits.waiting(waiter, "the data's size", holder="rollout worker start"):
+        with self._waits.waiting(waiter, "the data's size", held_by=self._names()):
             datasets = await self.changed.until(lambda: self.datasets)
         return datasets.get(split)
