@@ -62,9 +62,7 @@ class Checkpointer:
     async def cut(self, step: int) -> None:
         """Take the state of this moment. Called by the train loop between two steps."""
         if self._num_copies >= MAX_COPIES:
-            with self._waits.waiting(
-                "train", "room for a checkpoint copy", held_by=("checkpoint",)
-            ):
+            with self._waits.waiting("train", "room for a copy", held_by=("checkpoint",)):
                 await self._changed.until(lambda: True if self._num_copies < MAX_COPIES else None)
         state = self._collect()
         self._num_copies += 1

@@ -120,7 +120,9 @@ class WaitTable:
         """Enter a wait and end it at its limit.
 
         Args:
-            waiter, resource, held_by: as for `waiting`.
+            waiter: as for `waiting`.
+            resource: as for `waiting`.
+            held_by: as for `waiting`.
             timeout_s: the limit.
             otherwise: makes the error that is raised at the limit.
         """
