@@ -29,12 +29,12 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _dequantized(gguf: Path) -> Any:
+def _dequantized(gguf: Path) -> LlamaForCausalLM:
     """The model as a plain float32 one; transformers refuses to save what it read from a GGUF."""
     loaded = _Llama.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
     del config.quantization_config
-    model = _Llama(config)
+    model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
     return model
 
