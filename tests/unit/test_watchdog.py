@@ -45,9 +45,12 @@ def make(work, *, action="end", recover=None, limit_s=10.0):
 def test_a_stage_that_stands_still_ends_the_run_within_its_limit():
     async def main():
         watchdog, reports, waits = make(Work())
-        with waits.waiting("a", "x", held_by=("b",)), waits.waiting("b", "y", held_by=("a",)):
-            with pytest.raises(StalledError, match="closed circle of waits: a -> b -> a"):
-                await watchdog.run()
+        with (
+            waits.waiting("a", "x", held_by=("b",)),
+            waits.waiting("b", "y", held_by=("a",)),
+            pytest.raises(StalledError, match="closed circle of waits: a -> b -> a"),
+        ):
+            await watchdog.run()
         (at_s, stall), *_ = reports.stalls
         assert 10.0 < at_s <= 12.0
         assert stall.stage == "rollout"
