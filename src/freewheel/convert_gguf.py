@@ -19,7 +19,7 @@ _Llama = cast("Any", LlamaForCausalLM)
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write model (float32), tokenizer and generation defaults into `folder`, which is made."""
     tokenizer = _AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = _dequantized(gguf)
+    model: Any = _dequantized(gguf)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
