@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from freewheel.backends.ray import RayBackend
 from freewheel.checkpoint import (
@@ -27,7 +28,6 @@ from freewheel.control.controller import (
     ResumePoint,
     RunEnd,
     ValidateOnly,
-    failed_before_start,
     structure,
 )
 from freewheel.errors import CheckpointError, FreewheelError, StartupError
@@ -37,9 +37,10 @@ from freewheel.progress import Progress, make_progress
 from freewheel.recorder import FileRecorder
 from freewheel.run_folder import RunFolder
 from freewheel.status import RunStatus
+from freewheel.threads import CallThread
 
-_CLOSE_LIMIT_S = 20.0
-"""How long the worker processes have to end before the run ends without waiting for them."""
+_CLOSE_LIMIT_S = 10.0
+"""How long each of summary, workers and records has at the end of the run."""
 
 
 def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
@@ -83,7 +84,9 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
     if (Path(target) / "control.json").is_file():
         checkpoint = read_checkpoint(Path(target))
         state = checkpoint.control["train"]
-        due = ValidateOnly(step=checkpoint.step, version=state["version"])
+        # The checkpoint is cut before its weights are published: they are the next version.
+        version = state["version"] + int(state["steps_since_publish"] > 0)
+        due = ValidateOnly(step=checkpoint.step, version=version)
         model = str(checkpoint.folder / "hf")
     folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
     try:
@@ -127,10 +130,14 @@ def _run(
     sinks = make_sinks(config, folder, resumed_step=resumed_step)
     recorder = FileRecorder(folder, sinks=sinks)
     progress = make_progress(config.logging.progress)
-    run = _Run(config, folder, recorder, progress, model_path)
-    with asyncio.Runner() as runner:
-        end = runner.run(run.run(resume, validate_only))
-    progress.close(end.summary)
+    summary = None
+    try:
+        with asyncio.Runner() as runner:
+            run = _Run(config, folder, recorder, progress, model_path)
+            end = runner.run(run.run(resume, validate_only))
+        summary = end.summary
+    finally:
+        progress.close(summary)
     return _report_end(end, folder)
 
 
@@ -152,24 +159,11 @@ class _Run:
         logs = folder.path / "logs"
         logs.mkdir(exist_ok=True)
         self._backend = RayBackend(config, model_path, log_dir=logs)
-        self._signals: list[str] = []
-        self._on_signal: Callable[[str], None] | None = None
+        self._num_signals = 0
+        self._stopped = asyncio.Event()
 
     async def run(self, resume: ResumePoint | None, validate_only: ValidateOnly | None) -> RunEnd:
         """Run and clean up; the summary is written before anything that could hang."""
-        self._listen()
-        try:
-            end = await self._run_controller(resume, validate_only)
-        except FreewheelError as error:
-            end = failed_before_start(error, self._folder.clock().t_s())
-        await asyncio.to_thread(self._folder.write_summary, end.summary)
-        await self._close()
-        return end
-
-    async def _run_controller(
-        self, resume: ResumePoint | None, validate_only: ValidateOnly | None
-    ) -> RunEnd:
-        await self._start_backend()
         controller = Controller(
             self._config,
             backend=self._backend,
@@ -182,49 +176,74 @@ class _Run:
             started_s=self._folder.clock().t_s(),
             on_status=self._show,
         )
-        self._on_signal = controller.stop
-        for name in self._signals:
-            controller.stop(name)
-        end = await controller.run()
+        self._listen(controller)
+        end = await self._run_controller(controller)
         self._show(controller.status())
+        for close in (self._write_summary(end), self._backend.aclose(), self._recorder.aclose()):
+            await self._within_limit(close)
         return end
 
-    async def _start_backend(self) -> None:
-        limit_s = self._config.health.startup_timeout_s
+    async def _run_controller(self, controller: Controller) -> RunEnd:
         try:
-            async with asyncio.timeout(limit_s):
-                await self._backend.start()
-        except TimeoutError as error:
+            await self._start_backend()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the run's end
+            return controller.end_before_start(error)
+        if self._stopped.is_set():
+            return controller.end_before_start(None)
+        return await controller.run()
+
+    async def _start_backend(self) -> None:
+        """Start Ray, until its limit or a stop."""
+        limit_s = self._config.health.startup_timeout_s
+        async with asyncio.TaskGroup() as group:
+            start = group.create_task(self._backend.start(), name="ray")
+            stop = group.create_task(self._stopped.wait(), name="stop")
+            done, _ = await asyncio.wait(
+                (start, stop), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            start.cancel()
+            stop.cancel()
+        if not done:
             raise StartupError(
                 f"Ray did not come up within {limit_s:g} s (health.startup_timeout_s)"
-            ) from error
+            )
 
     def _show(self, status: RunStatus) -> None:
         self._recorder.status(status)
         self._progress.update(status)
 
-    def _listen(self) -> None:
+    def _listen(self, controller: Controller) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._take_signal, signal.Signals(number).name)
+            name = signal.Signals(number).name
+            loop.add_signal_handler(number, self._take_signal, name, controller)
 
-    def _take_signal(self, name: str) -> None:
-        self._signals.append(name)
-        if len(self._signals) > 1:
-            self._backend.kill()
-            os._exit(STOP_EXIT_CODES[name])
+    def _take_signal(self, name: str, controller: Controller) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            try:
+                self._backend.kill()
+            finally:
+                os._exit(STOP_EXIT_CODES[name])
         sys.stderr.write(f"{name}: stopping, with a checkpoint; once more ends at once\n")
-        if self._on_signal is not None:
-            self._on_signal(name)
+        controller.stop(name)
+        self._stopped.set()
 
-    async def _close(self) -> None:
-        """End workers and recorder, each within a limit: nothing may keep the process alive."""
+    async def _write_summary(self, end: RunEnd) -> None:
+        thread = CallThread("summary")
+        await thread.run(self._folder.write_summary, end.summary)
+        thread.close()
+
+    async def _within_limit(self, close: Coroutine[Any, Any, None]) -> None:
+        """Clean up one thing: neither its failure nor its hanging keeps the others from theirs."""
         try:
             async with asyncio.timeout(_CLOSE_LIMIT_S):
-                await self._backend.aclose()
+                await close
         except TimeoutError:
+            sys.stderr.write(f"{close.__qualname__}: not done within {_CLOSE_LIMIT_S:g} s\n")
             self._backend.kill()
-        await self._recorder.aclose()
+        except (FreewheelError, OSError) as error:
+            sys.stderr.write(f"{close.__qualname__}: {error}\n")
 
 
 def _report_end(end: RunEnd, folder: RunFolder) -> int:

@@ -33,6 +33,11 @@ class Replica(Protocol):
         """Number of the replica, kept when its process is replaced."""
         ...
 
+    @property
+    def waiting_for(self) -> str:
+        """What a start that is under way waits for; empty if it waits for nothing."""
+        ...
+
     async def start(self) -> None:
         """Bring the engine up, without weights to serve yet.
 
@@ -84,6 +89,11 @@ class RolloutWorker(Protocol):
         """Number of the worker, kept when its process is replaced."""
         ...
 
+    @property
+    def waiting_for(self) -> str:
+        """What a start that is under way waits for; empty if it waits for nothing."""
+        ...
+
     async def start(self) -> dict[Split, DatasetInfo]:
         """Open the data and import the user's code.
 
@@ -105,6 +115,7 @@ class RolloutWorker(Protocol):
 
         Raises:
             RolloutWorkerLostError: the worker's process is gone.
+            ReplicaLostError: the replica was gone before the request could be sent.
         """
         ...
 
@@ -115,6 +126,11 @@ class RolloutWorker(Protocol):
 
 class Trainer(Protocol):
     """The training side: one process or several ranks that act as one."""
+
+    @property
+    def waiting_for(self) -> str:
+        """What a start that is under way waits for; empty if it waits for nothing."""
+        ...
 
     async def start(self, checkpoint: Path | None) -> TrainerInfo:
         """Build model and optimizer, from a checkpoint's folder if one is given.

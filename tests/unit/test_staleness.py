@@ -59,14 +59,13 @@ def rule_for(**changes):
         "steps_left": 1,
         "groups_per_step": 2,
         "groups_per_version": 2,
-        "max_staleness": 1,
         **changes,
     }
     return BatchRule(**fields)
 
 
-def group(group_id, version, *, ready=True):
-    return Candidate(group_id=group_id, oldest_version=version, ready=ready)
+def group(group_id, version, *, ready=True, max_staleness=1):
+    return Candidate(group_id=group_id, expires=version + max_staleness, ready=ready)
 
 
 def test_oldest_are_taken_first():
@@ -83,7 +82,8 @@ def test_a_slow_group_that_would_expire_is_waited_for():
     others = [group(2, 3), group(3, 3)]
     assert choose_batch([slow, *others], rule_for()) is None
     assert choose_batch([slow, *others], rule_for(steps_left=2, groups_per_version=4)) == [2, 3]
-    assert choose_batch([slow, *others], rule_for(max_staleness=2)) == [2, 3]
+    patient = group(1, 2, ready=False, max_staleness=2)
+    assert choose_batch([patient, *others], rule_for()) == [2, 3]
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,7 +108,8 @@ def test_whatever_finishes_when_no_group_is_ever_trained_too_late(
         required = rule.required_version(num_trained=num_trained, num_open=len(started))
         running = [g for g, (_, ready) in started.items() if not ready]
         candidates = [
-            group(g, started_at, ready=ready) for g, (started_at, ready) in started.items()
+            group(g, started_at, ready=ready, max_staleness=bound_versions)
+            for g, (started_at, ready) in started.items()
         ]
         chosen = choose_batch(
             candidates,
@@ -118,7 +119,6 @@ def test_whatever_finishes_when_no_group_is_ever_trained_too_late(
                 steps_left=trigger - steps % trigger,
                 groups_per_step=per_step,
                 groups_per_version=per_version,
-                max_staleness=bound_versions,
             ),
         )
         actions = []
@@ -154,7 +154,7 @@ def test_the_largest_number_of_open_groups_is_rounded_down():
     assert slots(25, 0.16) == 29
 
 
-@pytest.mark.parametrize("versions_ahead", [0, 1])
-def test_an_expired_group_that_is_left_behind_blocks(versions_ahead):
-    groups = [group(1, 1, ready=False), group(2, 3), group(3, 3)]
-    assert choose_batch(groups, rule_for(max_staleness=versions_ahead)) is None
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_a_group_that_expires_now_and_is_left_behind_blocks(max_staleness):
+    groups = [group(1, 1, ready=False, max_staleness=max_staleness), group(2, 3), group(3, 3)]
+    assert choose_batch(groups, rule_for()) is None

@@ -4,7 +4,6 @@ A crash at any point leaves the earlier checkpoints and `latest` as they were; w
 lies in a folder whose name no reader takes for a checkpoint, and is removed by the next writer.
 """
 
-import asyncio
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from freewheel.checkpoint.reader import (
     read_checkpoint,
 )
 from freewheel.errors import CheckpointError
+from freewheel.threads import CallThread
 
 _ASIDE = ".writing-"
 
@@ -37,10 +37,11 @@ class FileCheckpointStore:
     def __init__(self, root: Path, *, keep: int) -> None:
         self._root = root
         self._keep = keep
+        self._thread = CallThread("checkpoint-store")
 
     async def begin(self, step: int) -> Path:
         """Make an empty folder for what the trainer writes."""
-        return await asyncio.to_thread(self._begin, step)
+        return await self._thread.run(self._begin, step)
 
     async def commit(self, step: int, control: dict[str, Any]) -> Path:
         """Write the control state and the manifest, verify, rename, move `latest`.
@@ -48,7 +49,7 @@ class FileCheckpointStore:
         Raises:
             CheckpointError: with the path and the reason; earlier checkpoints are untouched.
         """
-        return await asyncio.to_thread(self._commit, step, control)
+        return await self._thread.run(self._commit, step, control)
 
     def _begin(self, step: int) -> Path:
         folder = self._root / (_ASIDE + folder_name(step))

@@ -5,6 +5,7 @@ code. The same controller runs over Ray processes and, on a virtual clock, over 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from freewheel.control.staleness import StalenessBound
 from freewheel.control.status_report import StatusReport
 from freewheel.control.train_loop import TrainLoop, TrainState
 from freewheel.control.validation import Due, Validator
-from freewheel.control.waits import Signal, WaitTable
+from freewheel.control.waits import Signal, WaitTable, because
 from freewheel.control.weight_store import WeightStore
 from freewheel.control.worker_pool import WorkerPool
 from freewheel.errors import (
@@ -32,6 +33,7 @@ from freewheel.errors import (
     CheckpointError,
     FreewheelError,
     LoopEndedError,
+    RecordError,
     StartupError,
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
@@ -73,7 +75,7 @@ class Controller:
 
     Args:
         config: checked configuration.
-        backend: makes the worker processes, or fakes; started already.
+        backend: makes the worker processes, or fakes; started before `run`.
         recorder: takes the run's records.
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
@@ -106,10 +108,13 @@ class Controller:
         self._ending = False
         self._cause: BaseException | None = None
         self._stop_signal: str | None = None
+        self._cut_short = False
         self._stop_requested = asyncio.Event()
         self._train_task: asyncio.Task[None] | None = None
         self._carried_busy = (0.0, 0.0)
         self._build(checkpoints)
+        if resume is not None:
+            self._restore(resume.control)
 
     # -- building -----------------------------------------------------------------------------
 
@@ -229,6 +234,11 @@ class Controller:
         """Seconds since the run's first start."""
         return self._started_s + asyncio.get_running_loop().time() - self._loop_began_s
 
+    def end_before_start(self, error: Exception | None) -> RunEnd:
+        """The end of a run whose loops never ran: by an error, or by a stop."""
+        self._cause = None if error is None else _first_leaf(error)
+        return self._end()
+
     async def run(self) -> RunEnd:
         """Run to the end, whatever the end."""
         self._recorder.event("run_started", resumed_from=self._resume and str(self._resume.folder))
@@ -238,7 +248,9 @@ class Controller:
             self._ending = True
             self.trainer.kill()
         end = self._end()
-        self._recorder.event("run_ended", status=end.status, exit_code=end.exit_code)
+        # The records may be what failed; the end of the run is told all the same.
+        with contextlib.suppress(RecordError):
+            self._recorder.event("run_ended", status=end.status, exit_code=end.exit_code)
         return end
 
     def stop(self, signal_name: str) -> None:
@@ -249,6 +261,7 @@ class Controller:
             self.admission.hold(signal_name)
             self.train.stop()
             self._stop_requested.set()
+            self.ledger.changed.notify()
 
     async def _run_loops(self) -> None:
         try:
@@ -307,7 +320,7 @@ class Controller:
             await self._validate(self._validate_only)
             return
         if self._resume is not None:
-            await self._restore(self._resume)
+            await self._rejoin(self._resume)
         feed = self.feed.run(self.ledger.next_group_id)
         for name, loop in (("feed", feed), ("rollouter", self.rollouter.run())):
             tasks.append(root.create_task(self._guard(name, loop, may_end=True), name=name))
@@ -315,16 +328,14 @@ class Controller:
         await self.train.run()
         await self.train.finish()
         await self.checkpointer.drain()
-        if self._stop_signal is None:
-            await self.validator.drain()
+        await self.validator.drain(lambda: self._stop_signal is not None)
         self.ledger.check()
 
     async def _validate(self, due: ValidateOnly) -> None:
         self.train.state.step = due.step
-        await self.train.publish_only(due.version)
+        await self.train.publish(due.version)
         self.validator.request(step=due.step, version=due.version)
-        if self._stop_signal is None:
-            await self.validator.drain()
+        await self.validator.drain(lambda: self._stop_signal is not None)
 
     async def _start_trainer(self) -> None:
         limit_s = self.config.health.startup_timeout_s
@@ -333,9 +344,11 @@ class Controller:
             "train",
             "the trainer's process and model",
             held_by=("trainer",),
+            note=lambda: self.trainer.waiting_for,
             timeout_s=limit_s,
             otherwise=lambda: StartupError(
                 f"the trainer did not come up within {limit_s:g} s (health.startup_timeout_s)"
+                f"{because(self.trainer.waiting_for)}"
             ),
         ):
             info = await self.trainer.start(folder)
@@ -370,6 +383,7 @@ class Controller:
         limit_s = self.config.health.shutdown_timeout_s
         await asyncio.sleep(limit_s)
         self._recorder.event("stop_overdue", limit_s=limit_s, waits=self.waits.describe())
+        self._cut_short = True
         if self._train_task is not None:
             self._train_task.cancel()
 
@@ -402,24 +416,31 @@ class Controller:
             published=self.store.latest if between else None,
         )
 
-    async def _restore(self, resume: ResumePoint) -> None:
-        control = resume.control
-        info = await self.workers.dataset(Split.TRAIN, "train")
-        if info is not None and control["data_fingerprint"] != info.fingerprint:
-            raise CheckpointError(
-                f"{resume.folder}: its training data had fingerprint "
-                f"{control['data_fingerprint']}, data.train_files has {info.fingerprint} now"
-            )
+    def _restore(self, control: dict[str, Any]) -> None:
+        """Take over the control plane's state of a checkpoint. Needs no worker."""
         self.train.state = TrainState(**control["train"])
         self.staleness.restore(control["staleness"])
-        self.ledger.restore(
-            control["ledger"], lambda ids: self.trainer.load_trajectories(resume.folder, ids)
-        )
+        self.ledger.restore(control["ledger"])
         self.validator.num_recorded = control["num_validations"]
         self.checkpointer.saved_steps = [*control["checkpoints"], self.train.state.step]
         self._carried_busy = tuple(control["busy_s"])
-        for due in control["validations"]:
-            self.validator.skip(Due(**due), "the run was resumed; its policy version is gone")
+
+    async def _rejoin(self, resume: ResumePoint) -> None:
+        """What a resume needs workers for: check the data, name the trajectories, validations."""
+        info = await self.workers.dataset(Split.TRAIN, "train")
+        before = resume.control["data_fingerprint"]
+        if info is not None and before != info.fingerprint:
+            raise CheckpointError(
+                f"{resume.folder}: its training data had fingerprint {before}, data.train_files "
+                f"has {info.fingerprint} now"
+            )
+        self.ledger.attach(lambda ids: self.trainer.load_trajectories(resume.folder, ids))
+        state = self.train.state
+        for due in [Due(**row) for row in resume.control["validations"]]:
+            if due.version == state.version and not self.train.publication_due():
+                self.validator.request(step=due.step, version=due.version)
+            else:
+                self.validator.skip(due, "the run was resumed; its policy version is gone")
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -435,6 +456,14 @@ class Controller:
             status, cause, exit_code = "failed", _describe(error), exit_code_of(error)
         elif self._stop_signal is not None:
             status, cause = "stopped", self._stop_signal
+            if self._cut_short:
+                saved = max(self.checkpointer.saved_steps, default=None)
+                cause = (
+                    f"{cause}; what was under way did not end within "
+                    f"{self.config.health.shutdown_timeout_s:g} s (health.shutdown_timeout_s): "
+                    f"the newest checkpoint is of step {saved}, the run was at step "
+                    f"{self.train.state.step}"
+                )
             exit_code = STOP_EXIT_CODES[self._stop_signal]
         else:
             status, cause, exit_code = "completed", "", 0
@@ -469,33 +498,6 @@ def structure(config: Config) -> dict[str, Any]:
         "data.shuffle": config.data.shuffle,
         "trainer.seed": config.trainer.seed,
     }
-
-
-def failed_before_start(error: FreewheelError, wall_s: float) -> RunEnd:
-    """The end of a run whose controller never ran."""
-    nothing = dict.fromkeys(("issued", "trained", "filtered", "failed", "set_aside", "open"), 0)
-    summary = {
-        "status": "failed",
-        "exit_code": error.exit_code,
-        "cause": _describe(error),
-        "steps": 0,
-        "policy_version": 0,
-        "samples": nothing,
-        "failures": {},
-        "wall_s": round(wall_s, 3),
-        "trainer_wait_s": TrainState().wait_s,
-        "rollout_idle_ratio": 1.0,
-        "validations": 0,
-        "checkpoints": [],
-        "restarts": 0,
-    }
-    return RunEnd(
-        status="failed",
-        exit_code=error.exit_code,
-        cause=_describe(error),
-        summary=summary,
-        error=error,
-    )
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -12,7 +12,7 @@ from freewheel.config.sections import HealthConfig
 from freewheel.control.pool import Lease, Pool
 from freewheel.control.waits import WaitTable
 from freewheel.control.worker_pool import WorkerPool
-from freewheel.errors import FailureClass, InvariantError, RolloutWorkerLostError
+from freewheel.errors import FailureClass, InvariantError, LostError, ReplicaLostError
 from freewheel.protocols import Recorder
 from freewheel.types import GroupRequest, GroupResult, Member, RolloutOutcome, SamplingParams, Split
 
@@ -65,6 +65,9 @@ class GroupRunner:
 
     async def _call(self, lease: Lease, request: GroupRequest) -> GroupResult:
         worker = await self._workers.choose(lease.holder)
+        if lease.lost:
+            reason = f"replica {lease.replica_id} was lost before the request"
+            return _all_failed(request, FailureClass.LOST_REPLICA, reason)
         limit_s = request.timeout_s + self._health.grace_s
         held_by = (f"rollout-worker-{worker.worker_id}", f"replica-{lease.replica_id}")
         self._workers.began_call(worker)
@@ -74,7 +77,9 @@ class GroupRunner:
                     return await worker.run_group(request, lease.replica)
         except TimeoutError:
             reason = f"no answer within {limit_s:g} s ({lease.holder})"
-        except RolloutWorkerLostError as error:
+        except ReplicaLostError as error:
+            return _all_failed(request, FailureClass.LOST_REPLICA, str(error))
+        except LostError as error:
             reason = str(error)
         finally:
             self._workers.ended_call(worker)

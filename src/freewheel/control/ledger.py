@@ -36,6 +36,7 @@ class Group:
     prompt_index: int
     num_prompt_tokens: int
     start_version: int
+    max_staleness: int
     started_s: float
     ended_s: float = 0.0
     ready: bool = False
@@ -52,12 +53,16 @@ class Group:
         """Outcomes of the finished members, by their number."""
         return [o for _, o in sorted(self.outcomes.items()) if o.failure is None]
 
+    def become_ready(self, ended_s: float) -> None:
+        """It is complete and waits for the trainer; its oldest version is known now."""
+        self.ready = True
+        self.ended_s = ended_s
+        self.start_version = min(outcome.min_version for outcome in self.finished)
+
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token; while it runs, the version that it started under."""
-        if not self.ready:
-            return self.start_version
-        return min(outcome.min_version for outcome in self.finished)
+        return self.start_version
 
     def unfinished(self) -> list[int]:
         """Numbers of the members that have not finished."""
@@ -84,6 +89,7 @@ class Ledger:
         self.open: dict[int, Group] = {}
         self.next_group_id = 0
         self.num_trained_groups = 0
+        self.num_ready = 0
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         self.dropped_in_a_row = 0
@@ -102,9 +108,11 @@ class Ledger:
         """True if groups of this prompt failed too often."""
         return self._prompt_failures[prompt_index] >= self._max_prompt_failures
 
-    def issue(self, *, epoch: int, prompt: PromptInfo, start_version: int) -> Group:
-        """Open the next group."""
-        group = self._make_group(epoch, prompt, start_version)
+    def issue(
+        self, *, epoch: int, prompt: PromptInfo, start_version: int, max_staleness: int
+    ) -> Group:
+        """Open the next group; its staleness bound stays that of its start."""
+        group = self._make_group(epoch, prompt, start_version, max_staleness)
         self.open[group.group_id] = group
         self.dropped_in_a_row = 0
         self.changed.notify()
@@ -112,7 +120,7 @@ class Ledger:
 
     def drop(self, *, epoch: int, prompt: PromptInfo) -> None:
         """Issue the next group and close it at once: its prompt cannot be used."""
-        group = self._make_group(epoch, prompt, start_version=-1)
+        group = self._make_group(epoch, prompt, start_version=-1, max_staleness=0)
         if self.is_set_aside(prompt.prompt_index):
             fate, failure, message = Fate.SET_ASIDE, None, "failed too often"
         else:
@@ -129,13 +137,16 @@ class Ledger:
             self._close_sample(group, outcome, fate)
         self.changed.notify()
 
-    def _make_group(self, epoch: int, prompt: PromptInfo, start_version: int) -> Group:
+    def _make_group(
+        self, epoch: int, prompt: PromptInfo, start_version: int, max_staleness: int
+    ) -> Group:
         group = Group(
             group_id=self.next_group_id,
             epoch=epoch,
             prompt_index=prompt.prompt_index,
             num_prompt_tokens=prompt.num_prompt_tokens,
             start_version=start_version,
+            max_staleness=max_staleness,
             started_s=self._now_s(),
             attempts=[0] * self._group_size,
         )
@@ -181,23 +192,23 @@ class Ledger:
 
     def make_ready(self, group: Group) -> None:
         """The group is complete and waits for the trainer."""
-        group.ready = True
-        group.ended_s = self._now_s()
+        group.become_ready(self._now_s())
+        self.num_ready += 1
         self.failed_in_a_row = self.filtered_in_a_row = 0
         self.changed.notify()
 
     # -- closing ------------------------------------------------------------------------------
 
-    def train(self, group_ids: Sequence[int], step: int) -> list[Group]:
-        """Close groups as trained in a step, and return them."""
+    def train(self, group_ids: Sequence[int], step: int) -> None:
+        """Close groups as trained in a step."""
         groups = [self._pop(group_id, ready=True) for group_id in group_ids]
+        self.num_ready -= len(groups)
         for group in groups:
             for outcome in group.outcomes.values():
                 fate = Fate.TRAINED if outcome.failure is None else Fate.FAILED
                 self._close_sample(group, outcome, fate, step)
         self.num_trained_groups += len(groups)
         self.changed.notify()
-        return groups
 
     def filter(self, group: Group) -> None:
         """Close a complete group that carries no gradient."""
@@ -260,14 +271,11 @@ class Ledger:
     def candidates(self) -> list[Candidate]:
         """Open groups as the choice of a batch sees them."""
         return [
-            Candidate(group_id=g.group_id, oldest_version=g.oldest_version, ready=g.ready)
+            Candidate(
+                group_id=g.group_id, expires=g.oldest_version + g.max_staleness, ready=g.ready
+            )
             for g in self.open.values()
         ]
-
-    @property
-    def num_ready(self) -> int:
-        """Complete groups that wait for the trainer."""
-        return sum(group.ready for group in self.open.values())
 
     def counts(self) -> dict[str, int]:
         """Samples by fate, as `summary.json` gives them."""
@@ -303,12 +311,10 @@ class Ledger:
             "open": [_group_state(group) for group in self.open.values()],
         }
 
-    def restore(self, state: dict[str, Any], load: Callable[[Sequence[int]], list[Ref]]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state()`. Groups that were running start again, as further attempts.
 
-        Args:
-            state: as `state()` gave it.
-            load: gives references to the trajectories of ready groups by their ids.
+        Ready groups have no trajectories before `attach`.
         """
         self.next_group_id = state["next_group_id"]
         self.num_trained_groups = state["num_trained_groups"]
@@ -317,11 +323,19 @@ class Ledger:
         self._failures = Counter(state["failures"])
         self._prompt_failures = Counter({int(k): v for k, v in state["prompt_failures"].items()})
         self.open = {row["group_id"]: _restore_group(row) for row in state["open"]}
+        self.num_ready = sum(group.ready for group in self.open.values())
+        self.check()
+
+    def attach(self, load: Callable[[Sequence[int]], list[Ref]]) -> None:
+        """Give restored ready groups their trajectories.
+
+        Args:
+            load: gives references to the trajectories of groups by their ids.
+        """
         ready = [group for group in self.open.values() if group.ready]
         refs = load([group.group_id for group in ready]) if ready else []
         for group, ref in zip(ready, refs, strict=True):
             group.payloads = [ref]
-        self.check()
 
 
 def _group_state(group: Group) -> dict[str, Any]:
@@ -331,6 +345,7 @@ def _group_state(group: Group) -> dict[str, Any]:
         "prompt_index": group.prompt_index,
         "num_prompt_tokens": group.num_prompt_tokens,
         "start_version": group.start_version,
+        "max_staleness": group.max_staleness,
         "started_s": group.started_s,
         "ended_s": group.ended_s,
         "ready": group.ready,

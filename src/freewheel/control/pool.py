@@ -29,11 +29,15 @@ class Role(StrEnum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Pin:
-    """A validation's hold on replicas. `num_pending`: groups it has not yet placed."""
+    """A validation's hold on replicas.
+
+    `num_pending`: groups it has not yet placed. `exclusive`: no rollout runs beside it.
+    """
 
     name: str
     version: int
     num_pending: int
+    exclusive: bool = False
     replica_ids: set[int] = field(default_factory=set[int])
 
 
@@ -65,6 +69,10 @@ class Slot:
     leases: list[Lease] = field(default_factory=list[Lease])
     busy_s: float = 0.0
     busy_since_s: float | None = None
+
+    def goes_back(self) -> bool:
+        """True while it loads an older version: its tokens would be older than it says."""
+        return self.updating_to is not None and self.updating_to < self.version
 
     def num_leases(self, purpose: Purpose) -> int:
         """Leases given for this purpose."""
@@ -172,6 +180,7 @@ class Pool:
             if slot.role is Role.SHARED
             and slot.version >= max(min_version, 0)
             and len(slot.leases) < self._capacity
+            and not slot.goes_back()
             and not self._is_draining(slot)
             and not self._is_wanted_by_validation(slot)
         ]
@@ -226,13 +235,18 @@ class Pool:
 
     def _validation_capacity(self, slot: Slot) -> int:
         """Validation leaves half of the slots to rollouts where they have no other replica."""
-        if slot.role is Role.DEDICATED or self._has_free_shared():
+        alone = slot.pin is not None and slot.pin.exclusive
+        if alone or slot.role is Role.DEDICATED or self._has_free_shared():
             return self._capacity
         return max(1, self._capacity // 2)
 
     def _is_wanted_by_validation(self, slot: Slot) -> bool:
-        """True if the next free slots of this pinned replica are a validation's."""
-        if slot.pin is None or slot.pin.num_pending == 0:
+        """True if the free slots of this pinned replica are a validation's."""
+        if slot.pin is None:
+            return False
+        if slot.pin.exclusive:
+            return True
+        if slot.pin.num_pending == 0:
             return False
         left_for_rollouts = self._capacity - self._validation_capacity(slot)
         return slot.num_leases(Purpose.TRAINING) >= left_for_rollouts
@@ -272,9 +286,17 @@ class Pool:
         ]
 
     def choose_for_pin(self, count: int, version: int) -> list[int]:
-        """The shared replicas that reach a version soonest: no step back, few rollouts first."""
+        """The shared replicas that reach a version soonest: alive, no step back, few rollouts."""
         free = [s for s in self.slots.values() if s.role is Role.SHARED and s.pin is None]
-        free.sort(key=lambda s: (s.version > version, -s.version, len(s.leases), s.replica_id))
+        free.sort(
+            key=lambda s: (
+                s.replica is None,
+                s.version > version,
+                -s.version,
+                len(s.leases),
+                s.replica_id,
+            )
+        )
         return sorted(slot.replica_id for slot in free[:count])
 
     # -- looking ------------------------------------------------------------------------------
@@ -293,6 +315,18 @@ class Pool:
         for slot in shared:
             self._clock_busy(slot)
         return sum(slot.busy_s for slot in shared)
+
+    def replace_dead(self, pin: Pin) -> list[int]:
+        """Pin a replica that lives instead of those of a pin that are all down; says which."""
+        if any(self.slots[i].replica is not None for i in pin.replica_ids):
+            return []
+        chosen = self.choose_for_pin(1, pin.version)
+        if not chosen or self.slots[chosen[0]].replica is None:
+            return []
+        for replica_id in sorted(pin.replica_ids):
+            self.unpin(pin, replica_id)
+        self.pin(pin, chosen)
+        return chosen
 
     def serves_training(self, min_version: int) -> bool:
         """True if a shared replica holds this version or is free to take it."""

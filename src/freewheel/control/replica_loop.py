@@ -8,7 +8,7 @@ import asyncio
 from freewheel.config.sections import HealthConfig
 from freewheel.control.pool import Pool
 from freewheel.control.restarts import Restarts
-from freewheel.control.waits import WaitTable
+from freewheel.control.waits import WaitTable, because
 from freewheel.control.weight_store import WeightStore
 from freewheel.errors import ReplicaLostError, StartupError
 from freewheel.protocols import Backend, Recorder, Replica
@@ -64,9 +64,11 @@ class ReplicaLoop:
             self.name,
             "its process and engine",
             held_by=(f"process of {self.name}",),
+            note=lambda: replica.waiting_for,
             timeout_s=limit_s,
             otherwise=lambda: StartupError(
                 f"{self.name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
+                f"{because(replica.waiting_for)}"
             ),
         ):
             await replica.start()

@@ -16,7 +16,7 @@ from freewheel.control.ledger import Group, Ledger
 from freewheel.control.pool import Lease, Pool
 from freewheel.control.staleness import StalenessBound
 from freewheel.control.waits import Signal, WaitTable
-from freewheel.errors import DataError, FailureClass, StalledError
+from freewheel.errors import DataError, FailureClass, InvariantError, StalledError
 from freewheel.types import RolloutOutcome, SamplingParams, Split
 
 
@@ -38,21 +38,23 @@ class Admission:
         self._changed = changed
         steps = config.trainer.total_training_steps
         self._total_groups = None if steps is None else steps * config.groups_per_step
-        self._held_by: str | None = None
+        self._holders: list[str] = []
 
     def hold(self, holder: str) -> None:
-        """Admit nothing until `resume`: an exclusive validation wants all replicas."""
-        self._held_by = holder
+        """Admit nothing until this holder releases: an exclusive validation, a stop."""
+        self._holders.append(holder)
 
-    def resume(self) -> None:
-        """Admit again."""
-        self._held_by = None
+    def release(self, holder: str) -> None:
+        """End one hold; admit again when it was the last."""
+        if holder not in self._holders:
+            raise InvariantError(f"{holder} releases admission, which is held by {self._holders}")
+        self._holders.remove(holder)
         self._changed.notify()
 
     @property
     def held(self) -> bool:
-        """True while an exclusive validation keeps rollouts from starting."""
-        return self._held_by is not None
+        """True while something keeps rollouts from starting."""
+        return bool(self._holders)
 
     def required_version(self) -> int | None:
         """Version under which the next group may start; None while the bound is reached."""
@@ -61,7 +63,7 @@ class Admission:
 
     def try_admit(self, holder: str) -> Lease | None:
         """A lease for one more group, if it may start now."""
-        if self._held_by is not None or self._is_enough():
+        if self.held or self._is_enough():
             return None
         required = self.required_version()
         if required is None:
@@ -83,16 +85,16 @@ class Admission:
 
     def blocked_by(self) -> list[str]:
         """Who can make room for another group."""
-        if self._held_by is not None:
-            return [self._held_by]
+        if self.held:
+            return list(self._holders)
         if self._is_enough() or self.required_version() is None:
             return ["train"]
         return self._pool.busy_with()
 
     def describe(self) -> str:
         """What keeps the next group from starting."""
-        if self._held_by is not None:
-            return f"{self._held_by} (exclusive)"
+        if self.held:
+            return f"held by {', '.join(self._holders)}"
         if self._is_enough():
             return "nothing more to start: all groups of the run are under way"
         required = self.required_version()
@@ -158,7 +160,10 @@ class Rollouter:
                     continue
                 lease = await self._admit()
                 group = self._ledger.issue(
-                    epoch=queued.epoch, prompt=prompt, start_version=lease.version
+                    epoch=queued.epoch,
+                    prompt=prompt,
+                    start_version=lease.version,
+                    max_staleness=self._config.async_training.staleness_bound,
                 )
                 groups.create_task(self._run_group(group, lease), name=f"group-{group.group_id}")
         self.ended = True

@@ -58,12 +58,12 @@ class StalenessBound:
 class Candidate:
     """An open group as the choice of a batch sees it.
 
-    `oldest_version` is the version of its oldest token when it is ready; while it runs, the version
-    it was required to start under.
+    `expires` is the last version that may train on it: that of its oldest token plus S. While it
+    runs, the version that it started under stands for that of its oldest token.
     """
 
     group_id: int
-    oldest_version: int
+    expires: int
     ready: bool
 
 
@@ -77,7 +77,6 @@ class BatchRule:
         steps_left: trainer steps until the next publication, this one included.
         groups_per_step: B.
         groups_per_version: C.
-        max_staleness: S.
     """
 
     size: int
@@ -85,7 +84,6 @@ class BatchRule:
     steps_left: int
     groups_per_step: int
     groups_per_version: int
-    max_staleness: int
 
 
 def choose_batch(open_groups: Iterable[Candidate], rule: BatchRule) -> list[int] | None:
@@ -96,22 +94,15 @@ def choose_batch(open_groups: Iterable[Candidate], rule: BatchRule) -> list[int]
     """
     groups = list(open_groups)
     ready = sorted(
-        (group for group in groups if group.ready), key=lambda g: (g.oldest_version, g.group_id)
+        (group for group in groups if group.ready), key=lambda g: (g.expires, g.group_id)
     )
     if len(ready) < rule.size:
         return None
     chosen = ready[: rule.size]
     chosen_ids = {group.group_id for group in chosen}
-    expiries = sorted(
-        group.oldest_version + rule.max_staleness
-        for group in groups
-        if group.group_id not in chosen_ids
-    )
+    left_behind = (group for group in groups if group.group_id not in chosen_ids)
     room = (rule.steps_left - 1) * rule.groups_per_step
-    for num_before, expiry in enumerate(expiries):
-        versions_ahead = expiry - rule.version
-        if num_before >= room + versions_ahead * rule.groups_per_version:
+    for num_before, expires in enumerate(sorted(group.expires for group in left_behind)):
+        if num_before >= room + (expires - rule.version) * rule.groups_per_version:
             return None
-        if versions_ahead > rule.max_staleness:
-            break
     return sorted(chosen_ids)

@@ -105,26 +105,22 @@ class TrainLoop:
         if resumed:
             await self._begin_again()
             return
-        await self._publish(0)
+        await self.publish(0)
         if self._config.data.val_files and self._config.trainer.val_before_train:
             self.state.validation_requested_at = 0
             self._validations.request(step=0, version=0)
-
-    async def publish_only(self, version: int) -> None:
-        """Publish the trainer's weights under this version; nothing is trained."""
-        await self._publish(version)
 
     async def _begin_again(self) -> None:
         """Do what was still to be done after the step of the cut."""
         self._cut_step = self.state.step
         if self.state.validation_requested_at < self.state.step:
             self._request_validation()
-        if self._publication_due():
-            await self._publish(self.state.version + 1)
+        if self.publication_due():
+            await self.publish(self.state.version + 1)
         elif self.state.steps_since_publish == 0:
-            await self._publish(self.state.version)
+            await self.publish(self.state.version)
         else:
-            await self._publish(self.state.version, restored=True)
+            await self.publish(self.state.version, restored=True)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -142,12 +138,12 @@ class TrainLoop:
 
     async def finish(self) -> None:
         """After the last step: what was not due by its frequency. After a stop: only the cut."""
-        if self.state.step != self._cut_step:
+        if self.state.step != self._cut_step and self._ledger.next_group_id > 0:
             await self._cut()
         if self.stopping:
             return
         if self.state.steps_since_publish > 0:
-            await self._publish(self.state.version + 1)
+            await self.publish(self.state.version + 1)
         wanted = self._config.data.val_files and self._config.trainer.val_at_end
         if wanted and self.state.validation_requested_at < self.state.step:
             self.state.validation_requested_at = self.state.step
@@ -176,6 +172,8 @@ class TrainLoop:
         size = self._config.groups_per_step
         if self._rollouter.ended:
             size = min(size, len(self._ledger.open))
+        if self._ledger.num_ready < size:
+            return None
         return choose_batch(
             self._ledger.candidates(),
             BatchRule(
@@ -184,12 +182,17 @@ class TrainLoop:
                 steps_left=self.trigger - self.state.steps_since_publish,
                 groups_per_step=self._config.groups_per_step,
                 groups_per_version=self._config.groups_per_version,
-                max_staleness=self._staleness.max_staleness,
             ),
         )
 
     async def _wait_for_samples(self) -> None:
         """Wait for a change, and book the time on who kept the samples back."""
+        num_ready = self._ledger.num_ready
+        if num_ready >= self._config.groups_per_step and num_ready == len(self._ledger.open):
+            raise InvariantError(
+                f"all {num_ready} open groups are ready, but no batch of them is allowed "
+                f"at version {self.state.version}: {self._ledger.candidates()}"
+            )
         blocked = self._validations.running and self._admission.is_blocked_by_pins()
         cause = "validation" if blocked else "samples"
         with (
@@ -242,10 +245,10 @@ class TrainLoop:
     def _check_staleness(self, groups: Sequence[Group]) -> None:
         for group in groups:
             staleness = self.state.version - group.oldest_version
-            if staleness > self._staleness.max_staleness:
+            if staleness > group.max_staleness:
                 raise InvariantError(
                     f"group {group.group_id} is {staleness} versions old at version "
-                    f"{self.state.version}; at most {self._staleness.max_staleness} are allowed"
+                    f"{self.state.version}; at most {group.max_staleness} are allowed"
                 )
 
     # -- after a step -------------------------------------------------------------------------
@@ -254,8 +257,8 @@ class TrainLoop:
         if self._is_due(self._config.trainer.save_freq) or self._is_last():
             await self._cut()
         self._request_validation()
-        if self._publication_due():
-            await self._publish(self.state.version + 1)
+        if self.publication_due():
+            await self.publish(self.state.version + 1)
 
     async def _cut(self) -> None:
         self._cut_step = self.state.step
@@ -268,10 +271,11 @@ class TrainLoop:
         at_end = self._config.trainer.val_at_end and self._is_last()
         if self._is_due(self._config.trainer.test_freq) or at_end:
             self.state.validation_requested_at = self.state.step
-            version = self.state.version + int(self._publication_due())
+            version = self.state.version + int(self.publication_due())
             self._validations.request(step=self.state.step, version=version)
 
-    def _publication_due(self) -> bool:
+    def publication_due(self) -> bool:
+        """True if the trainer's weights are to be published before anything else."""
         unpublished = self.state.steps_since_publish > 0
         return self.state.steps_since_publish >= self.trigger or (unpublished and self._is_last())
 
@@ -283,7 +287,8 @@ class TrainLoop:
         total = self._config.trainer.total_training_steps
         return total is not None and self.state.step >= total
 
-    async def _publish(self, version: int, *, restored: bool = False) -> None:
+    async def publish(self, version: int, *, restored: bool = False) -> None:
+        """Publish the trainer's weights under a version; or the one that a checkpoint carries."""
         limit_s = self._config.health.sync_timeout_s
         publish = self._trainer.publish_restored if restored else self._trainer.publish
         limited = self._waits.limited(

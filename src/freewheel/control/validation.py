@@ -6,6 +6,7 @@ recorded. The version to score is held in the weight store from the request on.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Validator:
         admission: Admission,
         waits: WaitTable,
         recorder: Recorder,
-        now_s: Any,
+        now_s: Callable[[], float],
         changed: Signal,
     ) -> None:
         self.current: ValidationRun | None = None
@@ -126,22 +127,31 @@ class Validator:
         Waits for: a request; the version on the pinned replicas; free slots; its trials.
         Unblocked by: train (request, publication), replicas, rollout workers; its own deadline.
         """
-        while True:
-            due = await self._changed.until(lambda: self._queue[0] if self._queue else None)
-            self._current_due = self._queue.popleft()
-            try:
-                await self._run_one(due)
-            finally:
-                self._store.release(due.version)
-                self._current_due = self.current = None
-                self._changed.notify()
+        try:
+            while True:
+                await self._changed.until(lambda: self._queue or None)
+                await self._run_next()
+        finally:
+            for due in self._queue:
+                self.skip(due, "the run ended before it could start")
 
-    async def drain(self) -> None:
-        """Wait until no validation runs or is queued."""
+    async def _run_next(self) -> None:
+        due = self._current_due = self._queue.popleft()
+        try:
+            await self._run_one(due)
+        finally:
+            self._store.release(due.version)
+            self._current_due = self.current = None
+            self._changed.notify()
+
+    async def drain(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait until no validation runs or is queued, or the run is stopped."""
         with self._waits.waiting(
             "train", "validations to end", held_by=("validate",), note=self.describe
         ):
-            await self._changed.until(lambda: None if self.running or self._queue else True)
+            await self._changed.until(
+                lambda: True if is_stopped() or not (self.running or self._queue) else None
+            )
 
     async def _run_one(self, due: Due) -> None:
         info = await self._workers.dataset(Split.VALIDATION, "validate")

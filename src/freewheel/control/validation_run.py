@@ -75,7 +75,12 @@ class ValidationRun:
         self._now_s = now_s
         self._name = f"validation-{step}"
         self._started_s = now_s()
-        self._pin = Pin(name=self._name, version=version, num_pending=num_prompts)
+        self._pin = Pin(
+            name=self._name,
+            version=version,
+            num_pending=num_prompts,
+            exclusive=placement.mode == "exclusive",
+        )
         self._pending: deque[list[Trial]] = deque(
             [Trial(prompt_index=i, number=k) for k in range(config.validation.n)]
             for i in range(num_prompts)
@@ -97,7 +102,8 @@ class ValidationRun:
         """Run all trials, or as many as the deadline allows."""
         limit_s = self._config.validation.timeout_s
         try:
-            async with asyncio.timeout(limit_s), self._pinned():
+            # The drain of an exclusive validation is not in its limit: each rollout has its own.
+            async with self._pinned(), asyncio.timeout(limit_s):
                 await self._run_trials()
         except TimeoutError:
             self._num_timed_out_at_end = self.num_total - self.num_done - self._num_failed
@@ -127,7 +133,7 @@ class ValidationRun:
             for replica_id in sorted(self._pin.replica_ids):
                 self._unpin(replica_id)
             if exclusive:
-                self._admission.resume()
+                self._admission.release(self._name)
 
     async def _drain_rollouts(self) -> None:
         """Wait until no rollout runs; each has a deadline of its own."""
@@ -144,6 +150,9 @@ class ValidationRun:
         else:
             chosen = self._pool.choose_for_pin(count, self.version)
         self._pool.pin(self._pin, chosen)
+        self._note_pinned(chosen)
+
+    def _note_pinned(self, chosen: list[int]) -> None:
         now_s = self._now_s()
         self._pinned_since_s.update(dict.fromkeys(chosen, now_s))
         self._recorder.event("pinned", step=self.step, version=self.version, replicas=chosen)
@@ -190,6 +199,12 @@ class ValidationRun:
             return None if self._running else "done"
         if not self._pin.replica_ids:
             self._pin_replicas(1)
+        elif self._placement.mode == "parallel":
+            dead = set(self._pin.replica_ids)
+            if chosen := self._pool.replace_dead(self._pin):
+                for replica_id in dead:
+                    del self._pinned_since_s[replica_id]
+                self._note_pinned(chosen)
         holder = f"{self._name}-prompt-{self._pending[0][0].prompt_index}"
         return self._pool.try_lease_validation(holder, self._pin)
 

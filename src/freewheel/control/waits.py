@@ -114,6 +114,7 @@ class WaitTable:
         resource: str,
         *,
         held_by: Names = (),
+        note: Callable[[], str] | str = "",
         timeout_s: float,
         otherwise: Callable[[], Exception],
     ) -> AsyncIterator[None]:
@@ -123,10 +124,11 @@ class WaitTable:
             waiter: as for `waiting`.
             resource: as for `waiting`.
             held_by: as for `waiting`.
+            note: as for `waiting`.
             timeout_s: the limit.
             otherwise: makes the error that is raised at the limit.
         """
-        with self.waiting(waiter, resource, held_by=held_by, timeout_s=timeout_s):
+        with self.waiting(waiter, resource, held_by=held_by, note=note, timeout_s=timeout_s):
             try:
                 async with asyncio.timeout(timeout_s):
                     yield
@@ -141,6 +143,11 @@ class WaitTable:
         """The table as text, a line an entry."""
         now_s = asyncio.get_running_loop().time()
         return "\n".join(wait.describe(now_s) for wait in self.entries())
+
+
+def because(reason: str) -> str:
+    """A reason as the end of a sentence; nothing if there is none."""
+    return f": {reason}" if reason else ""
 
 
 def find_deadlock(waits: Iterable[Wait]) -> list[Wait]:

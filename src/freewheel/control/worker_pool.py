@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from freewheel.config.sections import HealthConfig
 from freewheel.control.restarts import Restarts
-from freewheel.control.waits import Signal, WaitTable
+from freewheel.control.waits import Signal, WaitTable, because
 from freewheel.errors import DataError, RolloutWorkerLostError, StartupError
 from freewheel.protocols import Backend, Recorder, RolloutWorker
 from freewheel.types import DatasetInfo, Split
@@ -76,9 +76,11 @@ class WorkerPool:
             name,
             "its process and data",
             held_by=(f"process of {name}",),
+            note=lambda: worker.waiting_for,
             timeout_s=limit_s,
             otherwise=lambda: StartupError(
                 f"{name} did not come up within {limit_s:g} s (health.startup_timeout_s)"
+                f"{because(worker.waiting_for)}"
             ),
         ):
             return await worker.start()

@@ -112,6 +112,8 @@ class FakeBackend:
 class _Mortal:
     """Something that can die: its calls then raise."""
 
+    waiting_for = ""
+
     def __init__(self) -> None:
         self._died = asyncio.Event()
         self._lives_until_s: float | None = None
@@ -140,6 +142,11 @@ class _Mortal:
                 await self._died.wait()
         except TimeoutError:
             pass
+
+    @property
+    def is_dead(self) -> bool:
+        """True once it died."""
+        return self._died.is_set()
 
     def kill(self) -> None:
         """Die now. Idempotent."""
@@ -278,6 +285,8 @@ class FakeRolloutWorker(_Mortal):
         """All members at once; each ends as an outcome."""
         if not isinstance(replica, FakeReplica):
             raise TypeError(f"a fake worker runs on fake replicas, not on {replica!r}")
+        if replica.is_dead:
+            raise ReplicaLostError(f"replica {replica.replica_id} was dead before the request")
         async with asyncio.TaskGroup() as members:
             tasks = [
                 members.create_task(self._run_member(request, member, replica))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from freewheel.backends.ray.actors import (
@@ -84,7 +84,7 @@ class RayBackend:
         process = self._process(
             f"replica-{replica_id}",
             ReplicaActor,
-            demand=replica_demand(self._config, self._seen()),
+            demand=lambda: replica_demand(self._config, self._seen()),
             num_threads=self._config.rollout.num_threads,
             lost=ReplicaLostError,
         )
@@ -96,7 +96,7 @@ class RayBackend:
             f"worker-{worker_id}",
             RolloutWorkerActor,
             worker_id,
-            demand=worker_demand(self._config),
+            demand=lambda: worker_demand(self._config),
             num_threads=1,
             lost=RolloutWorkerLostError,
         )
@@ -109,7 +109,7 @@ class RayBackend:
                 f"trainer-{rank}",
                 TrainerActor,
                 rank,
-                demand=trainer_demand(self._config, self._seen()),
+                demand=lambda: trainer_demand(self._config, self._seen()),
                 num_threads=self._config.actor.num_threads,
                 lost=TrainerLostError,
             )
@@ -136,7 +136,7 @@ class RayBackend:
         name: str,
         actor_class: type[WorkerActor],
         *args: object,
-        demand: Demand,
+        demand: Callable[[], Demand],
         num_threads: int,
         lost: type[LostError],
     ) -> RemoteProcess:

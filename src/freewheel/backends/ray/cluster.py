@@ -21,10 +21,10 @@ from ray._private import worker as ray_worker
 
 from freewheel.backends.ray.placement import ClusterView, Node
 from freewheel.backends.ray.temp_dir import TempDir
-from freewheel.backends.ray.threads import CallThread
 from freewheel.backends.ray.translate import Handle
 from freewheel.config.sections import RayConfig
 from freewheel.errors import StartupError
+from freewheel.threads import CallThread
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Cluster:
     def kill_all(self) -> None:
         """End every process of a cluster of our own at once, for a driver that exits at once."""
         for process in self._processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
 
     async def stop(self) -> None:
@@ -105,7 +105,9 @@ class Cluster:
             logger.warning(
                 "Ray did not stop within %g s; its processes are killed", _STOP_TIMEOUT_S
             )
-        await asyncio.to_thread(self._end_leftovers)
+        leftovers = CallThread("freewheel-leftovers")
+        await leftovers.run(self._end_leftovers)
+        leftovers.close()
 
     def _connect(self) -> None:
         """Call `ray.init`."""

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,7 +35,7 @@ class RemoteProcess:
         actor_name: what Ray calls it; never used twice, for a dying actor keeps its name a while.
         actor_class: a class of `actors.py`.
         args: for its constructor.
-        demand: what it takes of a node.
+        demand: says what it takes of a node; asked when it is placed.
         num_threads: OpenMP threads in it.
         lost: what calls raise when its process is gone.
         cluster: where to place it.
@@ -47,7 +48,7 @@ class RemoteProcess:
         actor_name: str,
         actor_class: type,
         args: tuple[Any, ...],
-        demand: Demand,
+        demand: Callable[[], Demand],
         num_threads: int,
         lost: type[LostError],
         cluster: Cluster,
@@ -88,7 +89,7 @@ class RemoteProcess:
             LostError: of its class; the process died at once.
         """
         self._gone = asyncio.get_running_loop().create_future()
-        self.waiting_for = f"{self.name} waits for {self._demand}"
+        self.waiting_for = f"{self.name} waits for {self._demand()}"
         self._launched = self._cluster.launch(self._launch)
         try:
             self._handle = await asyncio.wrap_future(self._launched)
@@ -159,12 +160,12 @@ class RemoteProcess:
         remote = _ray.remote(self._actor_class)
         return remote.options(
             name=self._actor_name,
-            num_cpus=self._demand.num_cpus,
-            num_gpus=self._demand.num_gpus,
+            num_cpus=self._demand().num_cpus,
+            num_gpus=self._demand().num_gpus,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=_MAX_CONCURRENCY,
-            runtime_env={"env_vars": worker_environment(self._num_threads, self._demand)},
+            runtime_env={"env_vars": worker_environment(self._num_threads, self._demand())},
         ).remote(*self._args)
 
     async def _identity(self) -> tuple[int, str]:
@@ -172,7 +173,7 @@ class RemoteProcess:
         ref = self.submit("identify")
         while not await self._settles_within(ref, _PATIENCE_S):
             view = await self._cluster.view()
-            self.waiting_for = describe_wait(self.name, self._demand, view)
+            self.waiting_for = describe_wait(self.name, self._demand(), view)
             logger.warning("%s", self.waiting_for)
         return await self.answer(ref, "identify")
 

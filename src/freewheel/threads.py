@@ -1,4 +1,4 @@
-"""A named thread for calls into Ray that block, so that none of them runs on the event loop."""
+"""A named thread for calls that block, so that none of them runs on the event loop."""
 
 import asyncio
 import queue
@@ -13,8 +13,8 @@ Answer = TypeVar("Answer")
 class CallThread:
     """Runs calls one after the other, in the order they were given.
 
-    A daemon, unlike the threads of `ThreadPoolExecutor`: a call that Ray never returns from must
-    not keep the process from ending.
+    A daemon, unlike the threads of `ThreadPoolExecutor` and of `asyncio.to_thread`: a call that
+    never returns (a hanging disk, Ray) must not keep the process from ending.
     """
 
     def __init__(self, name: str) -> None:
