@@ -108,9 +108,9 @@ def _find_resumable(run_dir: Path, config: Config) -> Checkpoint | None:
         return None
     before, now = checkpoint.control["structure"], structure(config)
     changed = [
-        f"{key}={now[key]!r}, but the run has {before[key]!r}"
+        f"{key}={now[key]!r}, but the run has {before.get(key)!r}"
         for key in now
-        if now[key] != before[key]
+        if now[key] != before.get(key)
     ]
     if changed:
         raise CheckpointError(f"a resumed run cannot change {'; '.join(changed)}")

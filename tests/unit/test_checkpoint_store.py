@@ -44,6 +44,11 @@ def test_the_one_just_written_is_kept_even_if_its_step_is_older(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000005"]
 
 
+def edit(folder, **changes):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -54,6 +59,11 @@ def test_the_one_just_written_is_kept_even_if_its_step_is_older(tmp_path):
         (lambda f: (f / "manifest.json").write_text("{"), "not valid JSON"),
         (lambda f: (f / "manifest.json").unlink(), "cannot be read"),
         (lambda f: (f / "manifest.json").write_text(json.dumps({"format": 9})), "format 9"),
+        (lambda f: edit(f, files=None), "not the manifest"),
+        (lambda f: edit(f, step="ten"), "not the manifest"),
+        (lambda f: edit(f, files={"control.json": 5}), "not the manifest"),
+        (lambda f: edit(f, files={"../x": {"num_bytes": 1, "sha256": ""}}), "not the manifest"),
+        (lambda f: edit(f, files={}), "does not list control.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_previous_one_found(tmp_path, damage, message):

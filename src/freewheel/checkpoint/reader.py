@@ -77,10 +77,28 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder}: format {manifest.get('format')}; this version of Freewheel reads {FORMAT}"
         )
-    for name, entry in manifest["files"].items():
+    for name, entry in _listed_files(folder, manifest).items():
         _verify_file(folder / name, entry)
     control = _read_json(folder / CONTROL)
     return Checkpoint(folder=folder, step=manifest["step"], control=control)
+
+
+def _listed_files(folder: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The manifest's files, if it has the shape of one; names that leave the folder are refused."""
+    files, step = manifest.get("files"), manifest.get("step")
+    entries_ok = isinstance(files, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("num_bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+        and not Path(name).is_absolute()
+        and ".." not in Path(name).parts
+        for name, entry in files.items()
+    )
+    if not isinstance(files, dict) or not entries_ok or not isinstance(step, int):
+        raise CheckpointError(f"{folder / MANIFEST}: is not the manifest of a checkpoint")
+    if CONTROL not in files:
+        raise CheckpointError(f"{folder / MANIFEST}: does not list {CONTROL}")
+    return files
 
 
 def _verify_file(path: Path, entry: dict[str, Any]) -> None:
