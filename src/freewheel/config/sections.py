@@ -355,6 +355,17 @@ class HealthConfig:
     """Writing one checkpoint."""
     prepare_timeout_s: Seconds = 120.0
     """Rendering and tokenizing one chunk of prompts."""
+    watchdog: Literal["end", "report", "recover", "off"] = "end"
+    """What happens when a stage has work but does not move within its limit: after a report, end
+    the run; only report; or first replace what may hold it up (rollout workers), and end if that
+    does not help."""
+    stall_timeout_s: Seconds = 3600.0
+    """Nothing at all has moved in the whole run for so long. At least as long as the longest thing
+    that counts as one move: a trainer step, a start-up, a rollout."""
+    loop_blocked_s: Seconds = 5.0
+    """An event loop that has not turned for so long is reported, with the frame that blocks it."""
+    loop_blocked_end_s: Seconds = 60.0
+    """The control plane's event loop has not turned for so long: the run is ended from outside."""
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
     shutdown_timeout_s: Seconds = 25.0

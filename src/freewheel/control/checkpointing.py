@@ -57,15 +57,15 @@ class Checkpointer:
         self._recorder = recorder
         self._changed = Signal()
         self._jobs: Channel[_Job] = Channel(MAX_COPIES)
-        self._num_copies = 0
+        self.num_copies = 0
 
     async def cut(self, step: int) -> None:
         """Take the state of this moment. Called by the train loop between two steps."""
-        if self._num_copies >= MAX_COPIES:
+        if self.num_copies >= MAX_COPIES:
             with self._waits.waiting("train", "room for a copy", held_by=("checkpoint",)):
-                await self._changed.until(lambda: True if self._num_copies < MAX_COPIES else None)
+                await self._changed.until(lambda: True if self.num_copies < MAX_COPIES else None)
         state = self._collect()
-        self._num_copies += 1
+        self.num_copies += 1
         limit_s = self._config.health.checkpoint_timeout_s
         async with self._waits.limited(
             "train",
@@ -92,7 +92,7 @@ class Checkpointer:
         """
         async for job in self._jobs:
             await self._write(job)
-            self._num_copies -= 1
+            self.num_copies -= 1
             self._changed.notify()
 
     async def _write(self, job: _Job) -> None:
@@ -124,4 +124,4 @@ class Checkpointer:
     async def drain(self) -> None:
         """Wait until every cut is written."""
         with self._waits.waiting("train", "checkpoints to be written", held_by=("checkpoint",)):
-            await self._changed.until(lambda: True if self._num_copies == 0 else None)
+            await self._changed.until(lambda: True if self.num_copies == 0 else None)

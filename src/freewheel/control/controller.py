@@ -20,11 +20,13 @@ from freewheel.control.pool import Pool
 from freewheel.control.replica_loop import ReplicaLoop
 from freewheel.control.restarts import Restarts
 from freewheel.control.rollouter import Admission, Rollouter
+from freewheel.control.stages import make_stages
 from freewheel.control.staleness import StalenessBound
 from freewheel.control.status_report import StatusReport
 from freewheel.control.train_loop import TrainLoop, TrainState
 from freewheel.control.validation import Due, Validator
 from freewheel.control.waits import Signal, WaitTable, because
+from freewheel.control.watchdog import Reporter, Watchdog
 from freewheel.control.weight_store import WeightStore
 from freewheel.control.worker_pool import WorkerPool
 from freewheel.errors import (
@@ -80,6 +82,7 @@ class Controller:
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
         validate_only: no training, one validation.
+        reporter: keeps the evidence when the watchdog finds a stall; None: no watchdog.
         started_s: run time at which this process takes over (0 for a new run), in seconds.
         on_status: is given the state of the run every `logging.interval_s`; must return at once.
     """
@@ -93,6 +96,7 @@ class Controller:
         checkpoints: CheckpointStore,
         resume: ResumePoint | None = None,
         validate_only: ValidateOnly | None = None,
+        reporter: Reporter | None = None,
         started_s: float = 0.0,
         on_status: Callable[[RunStatus], None] | None = None,
     ) -> None:
@@ -102,6 +106,7 @@ class Controller:
         self._recorder = recorder
         self._resume = resume
         self._validate_only = validate_only
+        self._reporter = reporter
         self._on_status = on_status
         self._started_s = started_s
         self._loop_began_s = asyncio.get_running_loop().time()
@@ -218,6 +223,18 @@ class Controller:
             run_time_s=self.now_s,
         )
 
+        self._stages = make_stages(
+            config,
+            ledger=self.ledger,
+            pool=self.pool,
+            store=self.store,
+            workers=self.workers,
+            rollouter=self.rollouter,
+            train=self.train,
+            validator=self.validator,
+            checkpointer=self.checkpointer,
+            is_ending=lambda: self._ending,
+        )
         self._status_report = StatusReport(
             config,
             ledger=self.ledger,
@@ -271,6 +288,14 @@ class Controller:
                     self._guard("train", self._train(root, tasks)), name="train"
                 )
                 tasks.append(root.create_task(self._limit_stop(), name="stop-limit"))
+                if self._reporter is not None and self.config.health.watchdog != "off":
+                    watch = Watchdog(
+                        self._stages,
+                        action=self.config.health.watchdog,
+                        waits=self.waits,
+                        reporter=self._reporter,
+                    )
+                    tasks.append(root.create_task(self._guard("watch", watch.run()), name="watch"))
                 if self._on_status is not None:
                     report = self._guard("report", self._report(self._on_status))
                     tasks.append(root.create_task(report, name="report"))

@@ -90,6 +90,7 @@ class Ledger:
         self.next_group_id = 0
         self.num_trained_groups = 0
         self.num_ready = 0
+        self.num_moves = 0
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         self.dropped_in_a_row = 0
@@ -115,7 +116,7 @@ class Ledger:
         group = self._make_group(epoch, prompt, start_version, max_staleness)
         self.open[group.group_id] = group
         self.dropped_in_a_row = 0
-        self.changed.notify()
+        self._moved()
         return group
 
     def drop(self, *, epoch: int, prompt: PromptInfo) -> None:
@@ -135,7 +136,7 @@ class Ledger:
                 num_prompt_tokens=prompt.num_prompt_tokens,
             )
             self._close_sample(group, outcome, fate)
-        self.changed.notify()
+        self._moved()
 
     def _make_group(
         self, epoch: int, prompt: PromptInfo, start_version: int, max_staleness: int
@@ -188,14 +189,14 @@ class Ledger:
             group.outcomes[index] = outcome
         if payload is not None and any(outcome.failure is None for outcome in outcomes):
             group.payloads.append(payload)
-        self.changed.notify()
+        self._moved()
 
     def make_ready(self, group: Group) -> None:
         """The group is complete and waits for the trainer."""
         group.become_ready(self._now_s())
         self.num_ready += 1
         self.failed_in_a_row = self.filtered_in_a_row = 0
-        self.changed.notify()
+        self._moved()
 
     # -- closing ------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Ledger:
                 fate = Fate.TRAINED if outcome.failure is None else Fate.FAILED
                 self._close_sample(group, outcome, fate, step)
         self.num_trained_groups += len(groups)
-        self.changed.notify()
+        self._moved()
 
     def filter(self, group: Group) -> None:
         """Close a complete group that carries no gradient."""
@@ -219,7 +220,7 @@ class Ledger:
             self._close_sample(group, outcome, fate)
         self.failed_in_a_row = 0
         self.filtered_in_a_row += 1
-        self.changed.notify()
+        self._moved()
 
     def fail(self, group: Group) -> None:
         """Close a group of which too few members finished."""
@@ -229,7 +230,7 @@ class Ledger:
         self.failed_in_a_row += 1
         for outcome in group.outcomes.values():
             self._close_sample(group, outcome, Fate.FAILED)
-        self.changed.notify()
+        self._moved()
 
     def _pop(self, group_id: int, *, ready: bool) -> Group:
         group = self.open.pop(group_id, None)
@@ -265,6 +266,10 @@ class Ledger:
                 "trained_step": step,
             }
         )
+
+    def _moved(self) -> None:
+        self.num_moves += 1
+        self.changed.notify()
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class TrainLoop:
         self.state = TrainState()
         self.last_metrics: dict[str, float] = {}
         self.stopping = False
+        self.is_training = False
         self._config = config
         self._trainer = trainer
         self._ledger = ledger
@@ -221,8 +222,10 @@ class TrainLoop:
             payloads=tuple(ref for group in groups for ref in group.payloads),
             mini_batch_groups=self._config.actor.ppo_mini_batch_size,
         )
+        self.is_training = True
         with self._timed("update_actor"):
             result = await self._call_trainer(request)
+        self.is_training = False
         self._ledger.train(group_ids, request.step)
         self.state.step = request.step
         self.state.steps_since_publish += 1

@@ -86,6 +86,7 @@ class ValidationRun:
             for i in range(num_prompts)
         )
         self._running: set[int] = set()
+        self.num_moves = 0
         self._done: dict[int, list[RolloutOutcome]] = {}
         self._failed: Counter[FailureClass] = Counter()
         self._failed_attempts: Counter[tuple[int, int, FailureClass]] = Counter()
@@ -243,6 +244,7 @@ class ValidationRun:
 
     def _take(self, trial: Trial, outcome: RolloutOutcome) -> bool:
         """Count an outcome in; True: the trial is to be run again."""
+        self.num_moves += 1
         failure = outcome.failure
         if failure is None and {version for version, _ in outcome.version_spans} != {self.version}:
             failure = FailureClass.WRONG_VERSION

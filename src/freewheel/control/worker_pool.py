@@ -36,6 +36,7 @@ class WorkerPool:
         self.changed = changed
         self.slots = [WorkerSlot(worker_id=i) for i in range(num_workers)]
         self.datasets: dict[Split, DatasetInfo] | None = None
+        self.num_started = 0
         self._backend = backend
         self._restarts = restarts
         self._health = health
@@ -65,6 +66,7 @@ class WorkerPool:
     async def _serve_until_lost(self, slot: WorkerSlot, worker: RolloutWorker) -> None:
         slot.worker = worker
         slot.num_calls = 0
+        self.num_started += 1
         self._recorder.event("rollout_worker_up", worker=slot.worker_id)
         self.changed.notify()
         await self.changed.until(lambda: None if slot.worker is worker else True)
@@ -103,6 +105,12 @@ class WorkerPool:
             self._recorder.event("rollout_worker_lost", worker=worker.worker_id, reason=reason)
             slot.worker = None
             self.changed.notify()
+
+    def replace_all(self) -> None:
+        """Take all workers out of service: one of them holds up the run."""
+        for worker in [slot.worker for slot in self.slots]:
+            if worker is not None:
+                self.report_lost(worker, "the stage that it works for stands still")
 
     def _least_loaded(self) -> RolloutWorker | None:
         alive = [slot for slot in self.slots if slot.worker is not None]
