@@ -237,8 +237,8 @@ def _ray_note(process: Process, loop: Loop, wait: Wait) -> str:
     method = process.method or "the method"
     if caller == entry:
         return (
-            f" Ray calls the wrapper itself, from a sync frame of its own: the decorator of {method} "
-            "hides an async def from Ray, and the wrapper, finding that its caller is no "
+            f" Ray calls the wrapper itself, from a sync frame of its own: the decorator of "
+            f"{method} hides an async def from Ray, and the wrapper, finding that its caller is no "
             "coroutine, blocks, even if the remote call is awaited."
         )
     return (

@@ -1,6 +1,6 @@
 """Patterns of threads and whole processes: locks, the interpreter lock, stopped, dead workers."""
 
-from itertools import pairwise
+from itertools import takewhile
 
 from freewheel.doctor.findings import Certainty, Finding
 from freewheel.doctor.loops import first_user_frame
@@ -18,6 +18,7 @@ from freewheel.doctor.stacks import Child, Frame, Origin, Process, Sample, Threa
 _STOPPED = ("T", "t")
 _LOADER = "torch/utils/data/dataloader.py"
 _LOADER_WORKER = "pt_data_worker"
+_MAX_NATIVE = 3
 _STARVED_WAKEUPS_PER_S = 50.0
 
 
@@ -126,19 +127,20 @@ def held_gil(process: Process, native: tuple[Sample, ...] = ()) -> list[Finding]
     if owner is None or not native:
         return []
     calls = [_native_call(sample, owner.last) for sample in native]
-    first = calls[0]
-    if first is None or any(call is None or call[0] != first[0] for call in calls):
+    # The call nearest to Python is the one that keeps the lock; what it calls may change.
+    if not all(calls) or len({call[-1] for call in calls}) != 1:
         return []
+    names = " < ".join(call.function for call in calls[-1][:_MAX_NATIVE])
     starved = ", ".join(track.last.label for track in _starved(process, owner))
     return [
         Finding(
             pattern="gil-held",
             certainty=Certainty.LIKELY,
             pid=process.pid,
-            title=f"Thread {owner.last.label} holds the GIL in native code ({first[0]})",
+            title=f"Thread {owner.last.label} holds the GIL in native code: {names}",
             why=f"It held the GIL at this line in all {len(process.samples)} samples over "
-            f"{process.seconds:.1f} s, with {first[0]} ({first[1]}) on top of its stack. Waiting "
-            f"for the GIL meanwhile: {starved}.",
+            f"{process.seconds:.1f} s, in the same native call. Waiting for the GIL "
+            f"meanwhile: {starved}.",
             remedy=GIL_REMEDY,
             thread=owner.last.label,
             evidence=owner.frames[0],
@@ -177,17 +179,14 @@ def _on_futex(thread: Thread) -> bool:
     return thread.syscall is None or thread.syscall.name == "futex"
 
 
-def _native_call(sample: Sample, owner: Thread) -> tuple[str, str] | None:
-    """Function and library of the native frame next above the owner's innermost Python frame."""
+def _native_call(sample: Sample, owner: Thread) -> tuple[Frame, ...]:
+    """The native frames above the owner's innermost Python frame, if it is still at its line."""
     for thread in sample.threads:
         if thread.thread_id == owner.thread_id and thread.owns_gil:
-            for frame, below in pairwise(thread.frames):
-                if frame.native and not below.native:
-                    same = (below.name, below.line) == (owner.frames[0].name, owner.frames[0].line)
-                    return (frame.function, frame.short_path) if same else None
-                if not frame.native:
-                    return None
-    return None
+            native = tuple(takewhile(lambda frame: frame.native, thread.frames))
+            python = [frame for frame in thread.frames if not frame.native][:1]
+            return native if python == list(owner.frames[:1]) else ()
+    return ()
 
 
 def dead_loader_workers(process: Process) -> list[Finding]:

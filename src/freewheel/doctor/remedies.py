@@ -97,7 +97,7 @@ CYCLE_REMEDY = (
     "Make every function from the loop down to this one `async def` and await the coroutine on "
     "its own loop, instead of asyncio.run in a thread and result(). On a Ray actor: make the "
     "method `async def`, and no plain decorator on it. Until then: let nothing in flight hold what "
-    "the coroutine needs (drain before you call it), and give result() a timeout, so that it raises."
+    "the coroutine needs (drain before you call it), and give result() a timeout: then it raises."
 )
 FROZEN_REMEDY = (
     "Await the coroutine on the loop itself (`async def` all the way, no decorator that hides it "
