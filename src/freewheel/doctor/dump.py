@@ -56,8 +56,10 @@ def take_sample(pid: int, *, timeout_s: float, native: bool = False) -> Sample:
     if state in ("T", "t"):
         options.append("--nonblocking")
     time_s = time.monotonic()
+    # Before the dump, whose pause interrupts the system calls.
+    facts = kernel.read_threads(pid)
     records = json.loads(run_py_spy(pid, options, timeout_s=timeout_s))
-    threads = tuple(_with_facts(pid, _thread(record)) for record in records)
+    threads = tuple(_with_facts(_thread(record), facts) for record in records)
     return Sample(time_s=time_s, threads=threads, state=state, children=kernel.read_children(pid))
 
 
@@ -205,14 +207,11 @@ def _frame(record: dict[str, Any]) -> Frame:
     )
 
 
-def _with_facts(pid: int, thread: Thread) -> Thread:
-    if thread.os_thread_id is None:
+def _with_facts(thread: Thread, facts: dict[int, kernel.ThreadFacts]) -> Thread:
+    known = facts.get(thread.os_thread_id or 0)
+    if known is None:
         return thread
-    return replace(
-        thread,
-        syscall=kernel.read_syscall(pid, thread.os_thread_id),
-        num_switches=kernel.read_switches(pid, thread.os_thread_id),
-    )
+    return replace(thread, syscall=known.syscall, num_switches=known.num_switches)
 
 
 def _find_py_spy() -> str:

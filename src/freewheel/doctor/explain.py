@@ -61,6 +61,7 @@ def _finding_lines(finding: Finding) -> list[str]:
         ("evidence", finding.evidence),
         ("called by", finding.caller),
         ("from", finding.entry),
+        ("held at", finding.holder),
     ):
         if frame is not None and (name == "evidence" or frame != finding.evidence):
             lines += _wrapped(f"    {name}", _frame_text(frame))
@@ -98,7 +99,7 @@ def _stack_lines(process: Process) -> list[str]:
 
 def _finding_data(finding: Finding) -> dict[str, Any]:
     data = asdict(finding)
-    for name in ("evidence", "caller", "entry"):
+    for name in ("evidence", "caller", "entry", "holder"):
         frame: Frame | None = getattr(finding, name)
         data[name] = None if frame is None else _frame_data(frame)
     return data

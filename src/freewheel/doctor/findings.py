@@ -31,6 +31,7 @@ class Finding:
         evidence: the frame that shows it, or None where a fact of the kernel does.
         caller: the first frame of the user's own code below the evidence.
         entry: the outermost frame of the user's code on that thread, if it is another one.
+        holder: the frame of another thread that holds what this one waits for.
         why: what happens, in a sentence or two, with the observations it rests on.
         remedy: what to do.
     """
@@ -45,3 +46,4 @@ class Finding:
     evidence: Frame | None = None
     caller: Frame | None = None
     entry: Frame | None = None
+    holder: Frame | None = None

@@ -4,12 +4,14 @@ Everything is optional: another kernel, another user or a process that has just 
 Reading needs the same right as py-spy does (ptrace) for system calls, and none for the rest.
 """
 
+import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from freewheel.doctor.stacks import Child, Syscall
+from freewheel.doctor.stacks import RESTARTED, Child, Syscall
 
 _PROC = Path("/proc")
 
@@ -25,7 +27,32 @@ _ARM = {
     202: "accept", 242: "accept", 203: "connect", 206: "send", 211: "send", 32: "flock",
     25: "fcntl", 67: "read", 56: "open",
 }  # fmt: skip
+# A wait with a timeout that a look has interrupted goes on under this number: which one it was
+# is hidden from then on.
+_RESTART = {"x86_64": 219, "aarch64": 128}.get(platform.machine())
 _SYSCALLS = {"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadFacts:
+    """What the kernel says of one thread."""
+
+    syscall: Syscall | None
+    num_switches: int | None
+
+
+def read_threads(pid: int) -> dict[int, ThreadFacts]:
+    """The facts of every thread of a process, by the kernel's number."""
+    try:
+        names = os.listdir(_PROC / str(pid) / "task")
+    except OSError:
+        return {}
+    return {
+        int(name): ThreadFacts(
+            syscall=read_syscall(pid, int(name)), num_switches=read_switches(pid, int(name))
+        )
+        for name in names
+    }
 
 
 def read_syscall(pid: int, os_thread_id: int) -> Syscall | None:
@@ -39,6 +66,8 @@ def parse_syscall(text: str | None, *, pid: int | None = None) -> Syscall | None
     words = (text or "").split()
     if len(words) < 7 or not words[0].isdigit():
         return None
+    if int(words[0]) == _RESTART:
+        return Syscall(name=RESTARTED)
     name = _SYSCALLS.get(int(words[0]))
     arguments = [int(word, 16) for word in words[1:7]]
     if name is None:

@@ -73,7 +73,7 @@ def _finding(
     joining = frame.name in _JOINS
     absent = [other for other, at in others if at is None]
     differing = [(other, at) for other, at in others if at is not None and at.name != frame.name]
-    seen = f"It stood in {frame} in all {len(process.samples)} samples."
+    seen = f"It stood in {frame} {process.span}."
     sure, told = Certainty.POSSIBLE, "Its peers may be slow, or gone: examine them too."
     if absent and len(process.samples) > 1:
         sure = Certainty.LIKELY

@@ -19,15 +19,13 @@ from freewheel.doctor.stacks import Frame, Process, Track, tracks
 from freewheel.doctor.waits import Wait, WaitKind, recognise
 
 _MANY_WAKEUPS_PER_S = 20.0
-# Waits that another thread of this process ends.
-_FOR_A_POOL = (WaitKind.RESULT, WaitKind.FUTURES, WaitKind.SHUTDOWN)
-_FOR_A_THREAD = (
-    *_FOR_A_POOL,
-    WaitKind.JOIN,
-    WaitKind.QUEUE,
-    WaitKind.EVENT,
-    WaitKind.LOCK,
+_CYCLE = (
+    "The thread that could is the loop's, and that one waits here. If the coroutine needs a queue, "
+    "a lock, a task or a worker that the blocked loop must give back, neither ever moves."
 )
+# Waits for the work of an executor, and all waits that the end of a thread can end.
+_FOR_A_POOL = (WaitKind.RESULT, WaitKind.FUTURES, WaitKind.SHUTDOWN)
+_FOR_A_THREAD = (*_FOR_A_POOL, WaitKind.JOIN)
 
 
 def blocked_loops(process: Process) -> list[Finding]:
@@ -38,7 +36,7 @@ def blocked_loops(process: Process) -> list[Finding]:
         loop = loop_of(track)
         if loop is None or loop.is_idle or loop.is_notebook or not track.waiting:
             continue
-        wait = recognise(loop.running, track.last.syscall)
+        wait = recognise(loop.running, track.syscall)
         if wait is not None:
             found.append(_finding(process, loop, wait, threads))
     return found
@@ -93,26 +91,35 @@ def _bridge(
         frozen = _frozen(process, loop, wait, inner, [end for end in ends if end])
         return replace(frozen, certainty=frozen.certainty.lowered()) if ambiguous else frozen
     others = ", ".join(track.last.label for track in inner)
-    unknown = all(track.last.syscall is None for track in inner)
-    observed = (
-        "what the inner loop waits for cannot be told from a saved dump"
-        if unknown
-        else "its loop has no timer and watches no descriptor but its own wake-up pipe, so only "
-        "another thread of this process can wake it"
-    )
-    unsure = unknown or ambiguous or len(process.samples) < 2
+    if len(process.samples) < 2 or all(track.syscall is None for track in inner):
+        return _unclear(process, loop, wait, others)
     return _make(
         process,
         loop,
         wait,
         pattern="deadlock-asyncio-run",
-        certainty=Certainty.POSSIBLE if unsure else Certainty.LIKELY,
+        certainty=Certainty.POSSIBLE if ambiguous else Certainty.LIKELY,
         title=f"{_name(process, loop)} waits in {wait.kind} for a coroutine that waits for it: "
         "a closed cycle",
         why=f"{_seen(process, loop)} Thread {others} runs the coroutine with asyncio.run and is "
-        f"idle: {observed}. The thread that would (the loop's) is the one that waits for it. If "
-        "the coroutine waits for a queue, a lock, a task or a worker that the blocked loop must "
-        f"give back, neither ever moves.{_ray_note(process, loop, wait)}",
+        "idle: its loop has no timer and watches no descriptor but its own wake-up pipe, so only "
+        f"another thread of this process can wake it. {_CYCLE}{_ray_note(process, loop, wait)}",
+        remedy=CYCLE_REMEDY,
+    )
+
+
+def _unclear(process: Process, loop: Loop, wait: Wait, others: str) -> Finding:
+    """As far as one dump tells: the loop is blocked; the cycle can only be suspected."""
+    return _make(
+        process,
+        loop,
+        wait,
+        pattern="deadlock-asyncio-run",
+        certainty=wait.certainty.lowered(),
+        title=f"{_name(process, loop)} is blocked in {wait.kind} for a coroutine in another "
+        "thread, which may wait for it: a closed cycle",
+        why=f"{_seen(process, loop)} Thread {others} runs the coroutine with asyncio.run and is "
+        f"idle; what its loop waits for is not in a dump. {_CYCLE}{_ray_note(process, loop, wait)}",
         remedy=CYCLE_REMEDY,
     )
 
@@ -168,8 +175,8 @@ def _drives_a_coroutine(track: Track) -> bool:
 
 
 def _is_ambiguous(loop: Loop, wait: Wait, inner: list[Track], threads: list[Track]) -> bool:
-    """Whether a pool also does other work that the loop may be waiting for."""
-    return wait.kind in _FOR_A_POOL and len(_awaited(loop, wait, threads)) > len(inner)
+    """Whether other threads do work too that the loop may be waiting for."""
+    return len(_awaited(loop, wait, threads)) > len(inner)
 
 
 def _ends_of_itself(track: Track) -> str | None:
@@ -179,7 +186,7 @@ def _ends_of_itself(track: Track) -> str | None:
         return "it moves" if not _asks_a_loop(track) else None
     if not inner.is_idle:
         return "it runs" if track.last.active else "it waits in a call of its own"
-    syscall = track.last.syscall
+    syscall = track.syscall
     if syscall is None or syscall.name != "epoll":
         return None
     if syscall.no_timeout is False:
@@ -191,7 +198,7 @@ def _ends_of_itself(track: Track) -> str | None:
 
 def _asks_a_loop(track: Track) -> bool:
     """Whether the thread waits in result() of run_coroutine_threadsafe."""
-    wait = recognise(track.frames, track.last.syscall) if track.waiting else None
+    wait = recognise(track.frames, track.syscall) if track.waiting else None
     if wait is None or wait.kind is not WaitKind.RESULT:
         return False
     return _text_has(track.frames, wait, "run_coroutine_threadsafe(")

@@ -13,13 +13,24 @@ from freewheel.doctor.remedies import (
     STOPPED_REMEDY,
 )
 from freewheel.doctor.sources import lock_expressions, takes_lock
-from freewheel.doctor.stacks import Child, Frame, Origin, Process, Sample, Thread, Track, tracks
+from freewheel.doctor.stacks import (
+    RESTARTED,
+    Child,
+    Frame,
+    Origin,
+    Process,
+    Sample,
+    Thread,
+    Track,
+    tracks,
+)
 
 _STOPPED = ("T", "t")
 _LOADER = "torch/utils/data/dataloader.py"
 _LOADER_WORKER = "pt_data_worker"
 _MAX_NATIVE = 3
 _STARVED_WAKEUPS_PER_S = 50.0
+_LET_GO_PER_S = 10.0
 
 
 def stopped(process: Process) -> list[Finding]:
@@ -59,14 +70,19 @@ def lock_waits(process: Process) -> list[Finding]:
     for waiter, holder, frame, text in edges:
         cycle = (holder.last.thread_id, waiter.last.thread_id) in pairs
         if waiter.last.thread_id not in seen:
-            seen.add(waiter.last.thread_id)
+            # A cycle of two is told once.
+            seen |= {waiter.last.thread_id, *([holder.last.thread_id] if cycle else [])}
             found.append(_lock_finding(process, waiter, holder, frame, text, cycle=cycle))
     return found
 
 
 def _waits_for_lock(track: Track) -> bool:
-    syscall = track.last.syscall
-    return track.waiting and takes_lock(track.last) and (syscall is None or syscall.name == "futex")
+    syscall = track.syscall
+    return (
+        track.waiting
+        and takes_lock(track.last)
+        and (syscall is None or syscall.name in ("futex", RESTARTED))
+    )
 
 
 def _holds(holder: Track, waiter: Track) -> list[tuple[Frame, str]]:
@@ -106,13 +122,13 @@ def _lock_finding(
         certainty=sure,
         pid=process.pid,
         title=title,
-        why=f"It stands on the line that takes {text}; {holding}{where}; neither moved in "
-        f"{len(process.samples)} samples. That both mean the same object is read off the source "
+        why=f"It stands on the line that takes {text}; {holding}{where}; neither "
+        f"moved {process.span}. That both mean the same object is read off the source "
         "text, since Python's locks do not name their owner.",
         remedy=LOCK_CYCLE_REMEDY if cycle else LOCK_REMEDY,
         thread=waiter.last.label,
         evidence=waiter.frames[0],
-        caller=frame,
+        holder=frame,
     )
 
 
@@ -138,9 +154,8 @@ def held_gil(process: Process, native: tuple[Sample, ...] = ()) -> list[Finding]
             certainty=Certainty.LIKELY,
             pid=process.pid,
             title=f"Thread {owner.last.label} holds the GIL in native code: {names}",
-            why=f"It held the GIL at this line in all {len(process.samples)} samples over "
-            f"{process.seconds:.1f} s, in the same native call. Waiting for the GIL "
-            f"meanwhile: {starved}.",
+            why=f"It held the GIL at this line {process.span}, in the same native call. Waiting for "
+            f"the GIL meanwhile: {starved}.",
             remedy=GIL_REMEDY,
             thread=owner.last.label,
             evidence=owner.frames[0],
@@ -150,11 +165,16 @@ def held_gil(process: Process, native: tuple[Sample, ...] = ()) -> list[Finding]
 
 
 def gil_suspect(process: Process) -> Track | None:
-    """The thread that held the interpreter lock at one line throughout while others starved."""
+    """The thread that held the interpreter lock at one line throughout while others starved.
+
+    A thread that had let go of the lock in between, as running Python code does when asked, would
+    have waited to get it back.
+    """
     for track in tracks(process):
         if not all(thread.owns_gil for thread in track.history) or len(process.samples) < 2:
             continue
-        if track.still and _starved(process, track):
+        let_go = (track.wakeups_per_s or 0.0) > _LET_GO_PER_S
+        if track.still and not let_go and _starved(process, track):
             return track
     return None
 
@@ -170,13 +190,15 @@ def _starved(process: Process, owner: Track) -> list[Track]:
         for track in tracks(process)
         if track.last.thread_id != owner.last.thread_id
         and track.still
-        and all(_on_futex(thread) for thread in track.history)
+        and all(_may_be_on_futex(thread) for thread in track.history)
+        and track.syscall is not None
+        and track.syscall.name == "futex"
         and (track.wakeups_per_s or 0.0) > _STARVED_WAKEUPS_PER_S
     ]
 
 
-def _on_futex(thread: Thread) -> bool:
-    return thread.syscall is None or thread.syscall.name == "futex"
+def _may_be_on_futex(thread: Thread) -> bool:
+    return thread.syscall is None or thread.syscall.name in ("futex", RESTARTED)
 
 
 def _native_call(sample: Sample, owner: Thread) -> tuple[Frame, ...]:
@@ -206,8 +228,7 @@ def dead_loader_workers(process: Process) -> list[Finding]:
                 certainty=sure,
                 pid=process.pid,
                 title=f"A DataLoader waits for a batch, but {what}",
-                why="The thread stands in the DataLoader's _try_get_data in all "
-                f"{len(process.samples)} samples; {what}. A batch that a dead worker had begun "
+                why=f"The thread stood in the DataLoader's _try_get_data {process.span}; {what}. A batch that a dead worker had begun "
                 "never comes; a lock of the queue that it held is never released.",
                 remedy=remedy,
                 thread=track.last.label,

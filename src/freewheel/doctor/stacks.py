@@ -12,6 +12,9 @@ from enum import StrEnum
 
 _SITE = re.compile(r".*/(?:site|dist)-packages/(?P<tail>.+)")
 _STDLIB = re.compile(r".*/lib(?:64)?/python3\.\d+t?/(?P<tail>.+)")
+RESTARTED = "restarted"
+# py-spy's pause makes a waiting thread wake and wait again.
+_SWITCHES_PER_LOOK = 3
 _BUNDLED = frozenset({"ray", "torch", "uvloop", "nest_asyncio", "ipykernel", "IPython", "trio"})
 
 
@@ -90,7 +93,8 @@ class Syscall:
     """The system call that a thread is in.
 
     Attributes:
-        name: `futex`, `epoll_wait`, ...; `sleep` for every way of sleeping.
+        name: `futex`, `epoll`, ...; `sleep` for every way of sleeping; RESTARTED for a wait with a
+            timeout that a look has interrupted.
         no_timeout: for a wait on epoll: whether it has no timer.
         num_watched: for a wait on epoll: file descriptors it watches, or None.
     """
@@ -170,6 +174,13 @@ class Process:
         return self.samples[-1].time_s - self.samples[0].time_s
 
     @property
+    def span(self) -> str:
+        """How long it was looked at, for a sentence."""
+        if len(self.samples) < 2:
+            return "in the one dump there is"
+        return f"in all {len(self.samples)} samples over {self.seconds:.1f} s"
+
+    @property
     def actor(self) -> str | None:
         """The class of the Ray actor (or the name of the Ray task), from the process title."""
         match = re.match(r"ray::([^\s.(:]+)", self.command)
@@ -207,6 +218,13 @@ class Track:
         return self.history[-1].frames
 
     @property
+    def syscall(self) -> Syscall | None:
+        """The system call it was last seen in; a look makes the kernel restart it, and hides it."""
+        known = [thread.syscall for thread in self.history if thread.syscall is not None]
+        named = [syscall for syscall in known if syscall.name != RESTARTED]
+        return (named or known or [None])[-1]
+
+    @property
     def still(self) -> bool:
         """Whether it was there, at the same lines, in every sample."""
         same = all(thread.frames == self.frames for thread in self.history)
@@ -219,11 +237,12 @@ class Track:
 
     @property
     def wakeups_per_s(self) -> float | None:
-        """How often it gave up the processor of itself; None if unknown."""
+        """How often it gave up the processor of itself, less our own pauses; None if unknown."""
         first, last = self.history[0].num_switches, self.history[-1].num_switches
         if first is None or last is None or self.seconds <= 0 or len(self.history) < 2:
             return None
-        return (last - first) / self.seconds
+        own = last - first - _SWITCHES_PER_LOOK * (len(self.history) - 1)
+        return max(0, own) / self.seconds
 
 
 def tracks(process: Process) -> list[Track]:

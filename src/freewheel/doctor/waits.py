@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import takewhile
 
 from freewheel.doctor.findings import Certainty
-from freewheel.doctor.stacks import Frame, Origin, Syscall
+from freewheel.doctor.stacks import RESTARTED, Frame, Origin, Syscall
 
 
 class WaitKind(StrEnum):
@@ -127,7 +127,7 @@ def _by_text(frame: Frame, syscall: Syscall | None) -> Wait | None:
             continue
         if syscall is None:
             return Wait(kind=kind, index=0, certainty=Certainty.LIKELY)
-        if syscall.name in syscalls:
+        if syscall.name in syscalls or syscall.name == RESTARTED:
             return Wait(kind=kind, index=0, certainty=Certainty.CERTAIN)
     return None
 

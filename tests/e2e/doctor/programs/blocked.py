@@ -207,7 +207,7 @@ def gil():
     """A C function that is called with the interpreter lock held, while a loop wants to run."""
 
     async def beat():
-        while True:
+        while True:  # noqa: ASYNC110  # a heartbeat
             await asyncio.sleep(0.01)
 
     threading.Thread(target=asyncio.run, args=(beat(),), name="beat", daemon=True).start()

@@ -104,7 +104,7 @@ def blocking_off_the_loop():
 
     async def main():
         async with asyncio.TaskGroup() as group:
-            group.create_task(asyncio.to_thread(time.sleep, 600))
+            group.create_task(asyncio.to_thread(time.sleep, 600))  # noqa: TID251  # off the loop
             group.create_task(asyncio.to_thread(ENDLESS.wait))
             ready()
 
