@@ -119,11 +119,25 @@ def read_children(pid: int) -> tuple[Child, ...] | None:
 
 
 def _num_watched(pid: int, descriptor: int) -> int | None:
-    """How many descriptors an epoll instance watches."""
-    text = _read(_PROC / str(pid) / "fdinfo" / str(descriptor))
+    """How many descriptors an epoll instance watches beside the loop's own for being woken up.
+
+    asyncio has one of those (a socket pair), uvloop two (an eventfd and a pipe).
+    """
+    process = _PROC / str(pid)
+    text = _read(process / "fdinfo" / str(descriptor))
     if text is None:
         return None
-    return sum(line.startswith("tfd:") for line in text.splitlines())
+    watched = [line.split()[1] for line in text.splitlines() if line.startswith("tfd:")]
+    links = [_link(process / "fd" / number) for number in watched]
+    own = 2 if any("eventfd" in link for link in links) else 1
+    return max(0, len(watched) - own)
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def _read(path: Path) -> str | None:

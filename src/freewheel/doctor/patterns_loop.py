@@ -90,9 +90,9 @@ def _bridge(
     if all(end is not None for end in ends):
         frozen = _frozen(process, loop, wait, inner, [end for end in ends if end])
         return replace(frozen, certainty=frozen.certainty.lowered()) if ambiguous else frozen
-    others = ", ".join(track.last.label for track in inner)
-    if len(process.samples) < 2 or all(track.syscall is None for track in inner):
-        return _unclear(process, loop, wait, others)
+    told = " ".join(_told(track) for track in inner)
+    if len(process.samples) < 2 or not any(_is_clear(track) for track in inner):
+        return _unclear(process, loop, wait, told)
     return _make(
         process,
         loop,
@@ -101,14 +101,36 @@ def _bridge(
         certainty=Certainty.POSSIBLE if ambiguous else Certainty.LIKELY,
         title=f"{_name(process, loop)} waits in {wait.kind} for a coroutine that waits for it: "
         "a closed cycle",
-        why=f"{_seen(process, loop)} Thread {others} runs the coroutine with asyncio.run and is "
-        "idle: its loop has no timer and watches no descriptor but its own wake-up pipe, so only "
-        f"another thread of this process can wake it. {_CYCLE}{_ray_note(process, loop, wait)}",
+        why=f"{_seen(process, loop)} {told} {_CYCLE}{_ray_note(process, loop, wait)}",
         remedy=CYCLE_REMEDY,
     )
 
 
-def _unclear(process: Process, loop: Loop, wait: Wait, others: str) -> Finding:
+def _told(track: Track) -> str:
+    """What a thread that drives a coroutine is seen to do."""
+    if _asks_a_loop(track):
+        return (
+            f"Thread {track.last.label} waits in result() for a coroutine that it gave to a loop "
+            "with run_coroutine_threadsafe; if that is this loop, it cannot run it."
+        )
+    text = f"Thread {track.last.label} runs the coroutine with asyncio.run and is idle: its loop "
+    if not _is_clear(track):
+        return text + "waits for something that cannot be told."
+    return (
+        text + "has no timer and watches no descriptor but its own for wake-ups, so only another "
+        "thread of this process can wake it."
+    )
+
+
+def _is_clear(track: Track) -> bool:
+    """Whether the kernel says all of what the thread's loop waits for."""
+    syscall = track.syscall
+    if syscall is None:
+        return False
+    return _asks_a_loop(track) or (syscall.name == "epoll" and syscall.num_watched is not None)
+
+
+def _unclear(process: Process, loop: Loop, wait: Wait, told: str) -> Finding:
     """As far as one dump tells: the loop is blocked; the cycle can only be suspected."""
     return _make(
         process,
@@ -118,8 +140,7 @@ def _unclear(process: Process, loop: Loop, wait: Wait, others: str) -> Finding:
         certainty=wait.certainty.lowered(),
         title=f"{_name(process, loop)} is blocked in {wait.kind} for a coroutine in another "
         "thread, which may wait for it: a closed cycle",
-        why=f"{_seen(process, loop)} Thread {others} runs the coroutine with asyncio.run and is "
-        f"idle; what its loop waits for is not in a dump. {_CYCLE}{_ray_note(process, loop, wait)}",
+        why=f"{_seen(process, loop)} {told} {_CYCLE}{_ray_note(process, loop, wait)}",
         remedy=CYCLE_REMEDY,
     )
 
@@ -191,8 +212,8 @@ def _ends_of_itself(track: Track) -> str | None:
         return None
     if syscall.no_timeout is False:
         return "its loop has a timer set"
-    if (syscall.num_watched or 0) > 1:
-        return f"its loop watches {syscall.num_watched} descriptors"
+    if syscall.num_watched:
+        return f"its loop watches {syscall.num_watched} descriptors beside its own"
     return None
 
 

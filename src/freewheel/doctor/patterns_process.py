@@ -154,8 +154,8 @@ def held_gil(process: Process, native: tuple[Sample, ...] = ()) -> list[Finding]
             certainty=Certainty.LIKELY,
             pid=process.pid,
             title=f"Thread {owner.last.label} holds the GIL in native code: {names}",
-            why=f"It held the GIL at this line {process.span}, in the same native call. Waiting for "
-            f"the GIL meanwhile: {starved}.",
+            why=f"It held the GIL at this line {process.span}, in the same native call. Waiting "
+            f"for the GIL meanwhile: {starved}.",
             remedy=GIL_REMEDY,
             thread=owner.last.label,
             evidence=owner.frames[0],
@@ -228,8 +228,9 @@ def dead_loader_workers(process: Process) -> list[Finding]:
                 certainty=sure,
                 pid=process.pid,
                 title=f"A DataLoader waits for a batch, but {what}",
-                why=f"The thread stood in the DataLoader's _try_get_data {process.span}; {what}. A batch that a dead worker had begun "
-                "never comes; a lock of the queue that it held is never released.",
+                why=f"The thread stood in the DataLoader's _try_get_data {process.span}; "
+                f"{what}. A batch that a dead worker had begun never comes; a lock of the queue "
+                "that it held is never released.",
                 remedy=remedy,
                 thread=track.last.label,
                 evidence=frame,

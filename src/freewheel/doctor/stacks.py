@@ -96,7 +96,7 @@ class Syscall:
         name: `futex`, `epoll`, ...; `sleep` for every way of sleeping; RESTARTED for a wait with a
             timeout that a look has interrupted.
         no_timeout: for a wait on epoll: whether it has no timer.
-        num_watched: for a wait on epoll: file descriptors it watches, or None.
+        num_watched: for a wait on epoll: descriptors it watches beside the loop's own, or None.
     """
 
     name: str
