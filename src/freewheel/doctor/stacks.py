@@ -15,7 +15,7 @@ _STDLIB = re.compile(r".*/lib(?:64)?/python3\.\d+t?/(?P<tail>.+)")
 RESTARTED = "restarted"
 # py-spy's pause makes a waiting thread wake and wait again.
 _SWITCHES_PER_LOOK = 3
-_BUNDLED = frozenset({"ray", "torch", "uvloop", "nest_asyncio", "ipykernel", "IPython", "trio"})
+_BUNDLED = frozenset({"ray", "torch", "uvloop", "nest_asyncio", "IPython", "trio", "grpc"})
 
 
 class Origin(StrEnum):
