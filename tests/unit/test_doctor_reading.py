@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from freewheel.cli import doctor as doctor_command
 from freewheel.cli.main import main
 from freewheel.doctor import CannotExamineError, examine, judge, read_dump
 from freewheel.doctor import dump as dump_module
@@ -218,6 +219,15 @@ def test_exit_codes(capsys, arguments, code, words):
     assert main(["doctor", *arguments]) == code
     shown = capsys.readouterr()
     assert all(word in shown.out + shown.err for word in words)
+
+
+def test_all_ray_examines_what_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(doctor_command, "ray_processes", lambda: [999_999_998, 999_999_999])
+    assert main(["doctor", "--all-ray", "--pid", "999999999", "--json"]) == 2
+    assert list(json.loads(capsys.readouterr().out)["failures"]) == ["999999999", "999999998"]
+    monkeypatch.setattr(doctor_command, "ray_processes", list)
+    assert main(["doctor", "--all-ray"]) == 2
+    assert "no Ray worker or driver" in capsys.readouterr().err
 
 
 def test_json_output(capsys):

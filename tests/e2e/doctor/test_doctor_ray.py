@@ -5,6 +5,7 @@ import json
 import psutil
 import pytest
 
+from freewheel.doctor import ray_processes
 from tests.e2e.doctor.running import Programs, doctor
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -16,11 +17,11 @@ def ray_report():
     try:
         programs.start(("driver", "ray_actors.py"), env={"RAY_worker_niceness": "0"})
         pids = json.loads(programs.first_lines["driver"])
-        family = {child.pid for child in psutil.Process(pids["driver"]).children(recursive=True)}
-        code, data = doctor("--all-ray")
-        # Other programs of this machine may use Ray too.
-        for name in ("processes", "findings"):
-            data[name] = [one for one in data[name] if one["pid"] in {*family, pids["driver"]}]
+        # Other programs of this machine may use Ray too: they are found, and left alone.
+        driver = psutil.Process(pids["driver"])
+        family = {driver.pid, *(child.pid for child in driver.children(recursive=True))}
+        mine = [pid for pid in ray_processes() if pid in family]
+        code, data = doctor(*(f"--pid={pid}" for pid in mine))
         yield code, data, pids
     finally:
         programs.close()
