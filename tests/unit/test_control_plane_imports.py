@@ -9,6 +9,7 @@ MODULES = [
     "freewheel.control.controller",
     "freewheel.simulation.run",
     "freewheel.checkpoint",
+    "freewheel.doctor",
 ]
 
 
