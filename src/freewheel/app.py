@@ -190,6 +190,8 @@ class _Run:
             return controller.end_before_start(error)
         if self._stopped.is_set():
             return controller.end_before_start(None)
+        # Again: Ray puts a handler of its own in front, which aborts the process after 3 s.
+        self._listen(controller)
         return await controller.run()
 
     async def _start_backend(self) -> None:
@@ -219,6 +221,7 @@ class _Run:
             loop.add_signal_handler(number, self._take_signal, name, controller)
 
     def _take_signal(self, name: str, controller: Controller) -> None:
+        signal.alarm(0)  # the alarm of Ray's handler, if the signal came while Ray started
         self._num_signals += 1
         if self._num_signals > 1:
             try:
