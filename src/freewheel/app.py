@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ from freewheel.control.controller import (
     ValidateOnly,
     structure,
 )
-from freewheel.errors import CheckpointError, FreewheelError, StartupError
+from freewheel.errors import CheckpointError, FreewheelError, StalledError, StartupError
+from freewheel.hang_report import HangReporter
 from freewheel.loggers import make_sinks
+from freewheel.loop_watch import Block, LoopWatch
 from freewheel.models import resolve_model
 from freewheel.progress import Progress, make_progress
 from freewheel.recorder import FileRecorder
@@ -164,6 +166,12 @@ class _Run:
 
     async def run(self, resume: ResumePoint | None, validate_only: ValidateOnly | None) -> RunEnd:
         """Run and clean up; the summary is written before anything that could hang."""
+        reporter = HangReporter(
+            self._folder.path,
+            processes=self._backend.local_processes,
+            state=lambda: asdict(controller.status()),
+            recorder=self._recorder,
+        )
         controller = Controller(
             self._config,
             backend=self._backend,
@@ -173,11 +181,17 @@ class _Run:
             ),
             resume=resume,
             validate_only=validate_only,
+            reporter=reporter,
             started_s=self._folder.clock().t_s(),
             on_status=self._show,
         )
         self._listen(controller)
+        watch = LoopWatch(
+            limit_s=self._config.health.loop_blocked_s,
+            on_block=lambda block: self._take_block(block, controller, reporter),
+        )
         end = await self._run_controller(controller)
+        watch.close()
         self._show(controller.status())
         for close in (self._write_summary(end), self._backend.aclose(), self._recorder.aclose()):
             await self._within_limit(close)
@@ -231,6 +245,20 @@ class _Run:
         sys.stderr.write(f"{name}: stopping, with a checkpoint; once more ends at once\n")
         controller.stop(name)
         self._stopped.set()
+
+    def _take_block(self, block: Block, controller: Controller, reporter: HangReporter) -> None:
+        """The control plane's own loop is blocked. In the watch's thread: the loop cannot help."""
+        health = self._config.health
+        self._recorder.event("loop_blocked", cause=block.sentence(), call=block.call)
+        if block.blocked_s < 2 * health.loop_blocked_s:
+            reporter.write("event-loop", {"summary.txt": block.sentence()})
+        if block.blocked_s >= health.loop_blocked_end_s:
+            error = StalledError(f"{block.sentence()} (limit: health.loop_blocked_end_s)")
+            end = controller.end_before_start(error)
+            self._folder.write_summary(end.summary)
+            sys.stderr.write(f"error: {end.cause}\n")
+            self._backend.kill()
+            os._exit(end.exit_code)
 
     async def _write_summary(self, end: RunEnd) -> None:
         thread = CallThread("summary")

@@ -17,6 +17,7 @@ from freewheel.control.feed import Feed
 from freewheel.control.group_runner import GroupRunner
 from freewheel.control.ledger import Ledger
 from freewheel.control.pool import Pool
+from freewheel.control.replica_health import ReplicaHealth
 from freewheel.control.replica_loop import ReplicaLoop
 from freewheel.control.restarts import Restarts
 from freewheel.control.rollouter import Admission, Rollouter
@@ -109,7 +110,8 @@ class Controller:
         self._reporter = reporter
         self._on_status = on_status
         self._started_s = started_s
-        self._loop_began_s = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._loop_began_s = self._loop.time()
         self._ending = False
         self._cause: BaseException | None = None
         self._stop_signal: str | None = None
@@ -249,7 +251,7 @@ class Controller:
 
     def now_s(self) -> float:
         """Seconds since the run's first start."""
-        return self._started_s + asyncio.get_running_loop().time() - self._loop_began_s
+        return self._started_s + self._loop.time() - self._loop_began_s
 
     def end_before_start(self, error: Exception | None) -> RunEnd:
         """The end of a run whose loops never ran: by an error, or by a stop."""
@@ -288,14 +290,6 @@ class Controller:
                     self._guard("train", self._train(root, tasks)), name="train"
                 )
                 tasks.append(root.create_task(self._limit_stop(), name="stop-limit"))
-                if self._reporter is not None and self.config.health.watchdog != "off":
-                    watch = Watchdog(
-                        self._stages,
-                        action=self.config.health.watchdog,
-                        waits=self.waits,
-                        reporter=self._reporter,
-                    )
-                    tasks.append(root.create_task(self._guard("watch", watch.run()), name="watch"))
                 if self._on_status is not None:
                     report = self._guard("report", self._report(self._on_status))
                     tasks.append(root.create_task(report, name="report"))
@@ -315,9 +309,24 @@ class Controller:
                 for i in range(len(self.workers.slots))
             },
             "validate": self.validator.run(),
+            **self._health_loops(),
             "checkpoint": self.checkpointer.run(),
         }
         return [root.create_task(self._guard(n, loop), name=n) for n, loop in loops.items()]
+
+    def _health_loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What watches the others; with a reporter only, as they keep a virtual clock going."""
+        action = self.config.health.watchdog
+        if self._reporter is None or action == "off":
+            return {}
+        watch = Watchdog(self._stages, action=action, waits=self.waits, reporter=self._reporter)
+        replicas = ReplicaHealth(
+            pool=self.pool,
+            health=self.config.health,
+            waits=self.waits,
+            recorder=self._recorder,
+        )
+        return {"watch": watch.run(), "replica-health": replicas.run()}
 
     async def _guard(
         self, name: str, loop: Coroutine[Any, Any, None], *, may_end: bool = False
@@ -399,7 +408,7 @@ class Controller:
             phase = "stopping"
         else:
             phase = "running" if self.store.latest is not None else "starting"
-        loop_s = asyncio.get_running_loop().time()
+        loop_s = self._loop.time()
         return self._status_report.build(phase=phase, now_s=self.now_s(), loop_s=loop_s)
 
     async def _limit_stop(self) -> None:
@@ -471,7 +480,7 @@ class Controller:
 
     def _busy_and_total_s(self) -> tuple[float, float]:
         busy_s, total_s = self._carried_busy
-        elapsed_s = asyncio.get_running_loop().time() - self._loop_began_s
+        elapsed_s = self._loop.time() - self._loop_began_s
         shared = self.config.rollout.replicas
         return busy_s + self.pool.busy_s(), total_s + elapsed_s * shared
 

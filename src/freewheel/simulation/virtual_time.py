@@ -10,12 +10,13 @@ import inspect
 import selectors
 import threading
 import time
-import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
+
+from freewheel.aio import describe_tasks
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -150,22 +151,3 @@ def _caller() -> str:
             chain.append(f"{frame.f_code.co_qualname} ({filename}:{frame.f_lineno})")
         frame = frame.f_back
     return " <- ".join(chain)
-
-
-def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """One line a task that is not done: its name and the place where it waits."""
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
-    return "\n".join(f"  {task.get_name()}: {_place(task)}" for task in tasks)
-
-
-def _place(task: asyncio.Task[Any]) -> str:
-    awaitable: Any = task.get_coro()
-    places: list[str] = []
-    while isinstance(awaitable, types.CoroutineType):
-        frame = awaitable.cr_frame
-        if frame is not None:
-            name = Path(frame.f_code.co_filename).name
-            places.append(f"{frame.f_code.co_qualname} ({name}:{frame.f_lineno})")
-        awaitable = awaitable.cr_await
-    own = [place for place in places if not place.startswith(("Event.wait", "Future."))]
-    return " -> ".join(own[-3:]) or "not started"

@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import itertools
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -92,6 +93,8 @@ class WorkerActor:
         if setup.log_file is not None:
             _redirect_output(setup.log_file)
         faulthandler.enable()
+        # Stacks for a hang report where py-spy is not permitted.
+        faulthandler.register(signal.SIGUSR1)
 
     async def identify(self) -> tuple[int, str]:
         """Process id and address of the node."""

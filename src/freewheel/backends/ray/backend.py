@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from freewheel.backends.ray.actors import (
     ReplicaActor,
     RolloutWorkerActor,
@@ -123,6 +125,14 @@ class RayBackend:
         A cluster that was joined ends a run's processes by itself when its driver is gone.
         """
         self._cluster.kill_all()
+
+    def local_processes(self) -> dict[str, int]:
+        """Process ids of the workers that live on this machine, by name."""
+        return {
+            process.name: process.pid
+            for process in self._processes
+            if process.pid is not None and not process.is_killed and psutil.pid_exists(process.pid)
+        }
 
     async def aclose(self) -> None:
         """End every process that this backend started. Idempotent, bounded in time."""

@@ -1,0 +1,96 @@
+"""A replica is healthy if it produced tokens lately while it had work; not if it answers pings.
+
+One loop asks all replicas for their counters. A replica that has work and whose counters stand
+still, or that does not answer, for `health.replica_stall_s` is reported lost: its loop kills and
+replaces it, and its rollouts run again elsewhere.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from freewheel.config.sections import HealthConfig
+from freewheel.control.pool import Pool, Slot
+from freewheel.control.waits import WaitTable
+from freewheel.errors import LostError
+from freewheel.protocols import Recorder, Replica
+
+_CHECKS_PER_LIMIT = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """What a replica's counters were when they last moved, and when that was."""
+
+    incarnation: int
+    tokens: int
+    moved_s: float
+
+
+class ReplicaHealth:
+    """Loop `replica-health`. See the module's docstring."""
+
+    def __init__(
+        self, *, pool: Pool, health: HealthConfig, waits: WaitTable, recorder: Recorder
+    ) -> None:
+        self._pool = pool
+        self._limit_s = health.replica_stall_s
+        self._waits = waits
+        self._recorder = recorder
+        self._seen: dict[int, _Seen] = {}
+
+    async def run(self) -> None:
+        """Check all replicas, again and again.
+
+        Consumes: the replicas' counters.
+        Produces: reports of loss.
+        Waits for: its timer; each replica's answer, within a check's interval.
+        Unblocked by: the clock.
+        """
+        interval_s = self._limit_s / _CHECKS_PER_LIMIT
+        while True:
+            await asyncio.sleep(interval_s)
+            async with asyncio.TaskGroup() as checks:
+                for slot in self._pool.slots.values():
+                    if slot.replica is not None:
+                        checks.create_task(
+                            self._check(slot, slot.replica, interval_s),
+                            name=f"check-replica-{slot.replica_id}",
+                        )
+
+    async def _check(self, slot: Slot, replica: Replica, interval_s: float) -> None:
+        incarnation = slot.incarnation
+        had_work = bool(slot.leases) and slot.updating_to is None
+        tokens = await self._tokens(replica, interval_s)
+        if slot.incarnation != incarnation or slot.replica is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        seen = self._seen.get(slot.replica_id)
+        moved = tokens is not None and (seen is None or tokens != seen.tokens)
+        if seen is None or seen.incarnation != incarnation or moved or not had_work:
+            self._seen[slot.replica_id] = _Seen(
+                incarnation=incarnation,
+                tokens=-1 if tokens is None else tokens,
+                moved_s=now_s,
+            )
+        elif now_s - seen.moved_s >= self._limit_s:
+            self._report(slot, now_s - seen.moved_s, answers=tokens is not None)
+
+    async def _tokens(self, replica: Replica, timeout_s: float) -> int | None:
+        """Tokens that it produced and prompts that it read so far; None if it does not answer."""
+        name = f"check-replica-{replica.replica_id}"
+        try:
+            with self._waits.waiting(
+                name, "counters", held_by=(f"process of replica-{replica.replica_id}",)
+            ):
+                async with asyncio.timeout(timeout_s):
+                    stats = await replica.stats()
+        except (TimeoutError, LostError):
+            return None
+        return stats.num_generated_tokens + stats.num_prompt_tokens
+
+    def _report(self, slot: Slot, since_s: float, *, answers: bool) -> None:
+        reason = f"no token for {since_s:.0f} s while it had {len(slot.leases)} groups to run" + (
+            "" if answers else ", and no answer"
+        )
+        self._recorder.event("replica_stalled", replica=slot.replica_id, reason=reason)
+        self._pool.down(slot.replica_id, slot.incarnation)
