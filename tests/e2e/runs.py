@@ -78,7 +78,13 @@ class Finished:
 class LiveRun:
     """A run in a process of its own, and everything that it started."""
 
-    def __init__(self, arguments: list[str], folder: Path, python_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        python_path: Path | None = None,
+        module: str = "freewheel",
+    ) -> None:
         paths = [str(ROOT / "src"), *([str(python_path)] if python_path else [])]
         self.folder = folder
         self.max_rss_bytes = 0
@@ -86,7 +92,7 @@ class LiveRun:
         self._err = folder.parent / f"{folder.name}.err"
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = psutil.Popen(
-                [sys.executable, "-m", "freewheel", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdout=out,
                 stderr=err,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

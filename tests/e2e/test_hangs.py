@@ -1,0 +1,125 @@
+"""Hangs injected into real runs: each recovers or ends as documented, within its limit, by name."""
+
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.e2e.runs import ROOT, start
+
+pytestmark = pytest.mark.e2e
+
+USER_CODE = ROOT / "tests/e2e/user_code"
+QUICK = {
+    "rollout": {"timeout_s": 6, "reward_timeout_s": 2},
+    "health": {"replica_stall_s": 4, "grace_s": 2, "loop_blocked_s": 1, "loop_blocked_end_s": 4},
+    "trainer": {"total_training_steps": 12, "test_freq": 0, "val_before_train": False},
+}
+
+
+def quick(**changes):
+    return {name: {**section, **changes.get(name, {})} for name, section in QUICK.items()} | {
+        name: section for name, section in changes.items() if name not in QUICK
+    }
+
+
+def worker(live, name):
+    """The process of a worker, by Ray's title of it."""
+    for process in psutil.Process(live.process.pid).children(recursive=True):
+        if process.name().startswith("ray::") and name in process.name():
+            return process
+    raise AssertionError(f"no process of {name}: {live.started}")
+
+
+@pytest.mark.parametrize("environment", ["NeverReturns", "SleepsOnTheLoop", "IgnoresCancellation"])
+def test_a_rollout_that_hangs_gives_its_slot_back_at_its_deadline(tmp_path, environment):
+    live = start(
+        tmp_path,
+        quick(rollout={"environment": f"blocking_environment:{environment}"}),
+        python_path=USER_CODE,
+    )
+    finished = live.finish()
+    assert finished.code == 0, finished.err
+    assert live.left_over() == []
+    rows = {row["sample_id"]: row for row in finished.rows("samples")}
+    hung = rows["2-1"]
+    assert (hung["status"], hung["failure"]) == ("failed", "timeout")
+    assert hung["ended_s"] - hung["started_s"] < 6 + 5
+    assert f"blocking_environment:{environment}" in hung["message"]
+    if environment == "SleepsOnTheLoop":
+        assert "blocking_environment.py" in hung["message"]
+    assert {rows[f"2-{i}"]["status"] for i in (0, 2, 3)} == {"trained"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_replica_that_stops_or_dies_is_replaced(tmp_path, number):
+    live = start(tmp_path, quick(trainer={"total_training_steps": 40}))
+    live.wait_for_event("weights_published", count=4)
+    worker(live, "Replica").send_signal(number)
+    finished = live.finish()
+    assert finished.code == 0, finished.err
+    assert live.left_over() == []
+    assert finished.summary["restarts"] == 1
+    assert finished.summary["steps"] == 40
+    name = "replica_stalled" if number == signal.SIGSTOP else "worker_lost"
+    assert len(finished.events(name)) == 1
+
+
+def test_a_rollout_worker_that_dies_is_replaced(tmp_path):
+    live = start(tmp_path, quick(trainer={"total_training_steps": 40}))
+    live.wait_for_event("weights_published", count=4)
+    worker(live, "RolloutWorker").kill()
+    finished = live.finish()
+    assert finished.code == 0, finished.err
+    assert live.left_over() == []
+    assert finished.summary["restarts"] == 1
+    assert finished.summary["samples"]["failed"] == 0
+
+
+def test_a_trainer_that_dies_ends_the_run_with_its_code(tmp_path):
+    live = start(tmp_path, quick(trainer={"total_training_steps": 400}))
+    live.wait_for_event("weights_published", count=4)
+    worker(live, "Trainer").kill()
+    finished = live.finish(timeout_s=60)
+    assert finished.code == 5, finished.err
+    assert finished.summary["cause"].startswith("TrainerLostError")
+    assert live.left_over() == []
+
+
+def test_a_trainer_that_stops_ends_the_run_at_its_limit(tmp_path):
+    changes = quick(trainer={"total_training_steps": 400})
+    changes["health"] |= {"train_step_timeout_s": 6, "sync_timeout_s": 6}
+    live = start(tmp_path, changes)
+    live.wait_for_event("weights_published", count=4)
+    worker(live, "Trainer").suspend()
+    began = time.monotonic()
+    finished = live.finish(timeout_s=60)
+    assert time.monotonic() - began < 6 + 5 + 10
+    assert finished.code == 4, finished.err
+    assert "trainer: " in finished.summary["cause"]
+    assert live.left_over() == []
+
+
+def test_a_blocked_control_plane_is_ended_from_outside_with_the_frame(tmp_path):
+    live = start(tmp_path, quick(), python_path=USER_CODE, module="blocked_control_plane")
+    finished = live.finish(timeout_s=90)
+    assert finished.code == 4, finished.err
+    assert live.left_over() == []
+    cause = finished.summary["cause"]
+    assert "the event loop has not turned" in cause
+    assert "block_at_step_3" in cause
+    assert finished.summary["steps"] == 3
+    (report,) = (finished.folder / "hang").iterdir()
+    stacks = {path.name for path in (report / "stacks").iterdir()}
+    assert {"control-plane.txt", "trainer-0.txt", "replica-0.txt", "worker-0.txt"} <= stacks
+    assert "block_at_step_3" in (report / "stacks" / "control-plane.txt").read_text()
+    assert "block_at_step_3" in (report / "summary.txt").read_text()
+
+
+def test_an_unwritable_checkpoint_folder_ends_the_run_by_name(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    finished = start(tmp_path, quick(trainer={"save_freq": 3})).finish()
+    assert finished.code == 7, finished.err
+    assert "checkpoints" in finished.summary["cause"]

@@ -1,0 +1,36 @@
+"""Environments that misbehave in training."""
+
+import asyncio
+import contextlib
+import time
+
+from freewheel.rollout import Episode, RewardResult
+from freewheel.rollout.environment import SingleTurn
+
+
+class NeverReturns(SingleTurn):
+    """One rollout of the third group never returns."""
+
+    async def run(self, episode: Episode) -> RewardResult:
+        if episode.sample_id == "2-1":
+            await asyncio.Event().wait()
+        return await super().run(episode)
+
+
+class SleepsOnTheLoop(SingleTurn):
+    """One rollout of the third group blocks the loop that runs user code."""
+
+    async def run(self, episode: Episode) -> RewardResult:
+        if episode.sample_id == "2-1":
+            time.sleep(60)  # noqa: TID251, ASYNC251 - what is tested
+        return await super().run(episode)
+
+
+class IgnoresCancellation(SingleTurn):
+    """One rollout of the third group swallows every cancellation."""
+
+    async def run(self, episode: Episode) -> RewardResult:
+        while episode.sample_id == "2-1":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+        return await super().run(episode)
