@@ -57,6 +57,7 @@ def test_a_replica_that_answers_but_produces_no_tokens_is_replaced():
                     nonlocal calls
                     calls += 1
                     if calls > 3:
+                        fake._num_running += 1
                         await fake._died.wait()
                     return await generate(num_tokens)
 

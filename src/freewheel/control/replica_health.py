@@ -13,6 +13,7 @@ from freewheel.control.pool import Pool, Slot
 from freewheel.control.waits import WaitTable
 from freewheel.errors import LostError
 from freewheel.protocols import Recorder, Replica
+from freewheel.types import ReplicaStats
 
 _CHECKS_PER_LIMIT = 4
 
@@ -59,12 +60,16 @@ class ReplicaHealth:
 
     async def _check(self, slot: Slot, replica: Replica, interval_s: float) -> None:
         incarnation = slot.incarnation
-        had_work = bool(slot.leases) and slot.updating_to is None
-        tokens = await self._tokens(replica, interval_s)
+        leased = bool(slot.leases) and slot.updating_to is None
+        stats = await self._ask(replica, interval_s)
         if slot.incarnation != incarnation or slot.replica is None:
             return
         now_s = asyncio.get_running_loop().time()
         seen = self._seen.get(slot.replica_id)
+        tokens = None if stats is None else stats.num_generated_tokens + stats.num_prompt_tokens
+        # Its own word on whether it has work, if it gives any: the rollouts that hold its leases
+        # may wait in their environments, or their worker may be gone.
+        had_work = leased if stats is None else stats.num_running + stats.num_waiting > 0
         moved = tokens is not None and (seen is None or tokens != seen.tokens)
         if seen is None or seen.incarnation != incarnation or moved or not had_work:
             self._seen[slot.replica_id] = _Seen(
@@ -75,18 +80,17 @@ class ReplicaHealth:
         elif now_s - seen.moved_s >= self._limit_s:
             self._report(slot, now_s - seen.moved_s, answers=tokens is not None)
 
-    async def _tokens(self, replica: Replica, timeout_s: float) -> int | None:
-        """Tokens that it produced and prompts that it read so far; None if it does not answer."""
+    async def _ask(self, replica: Replica, timeout_s: float) -> ReplicaStats | None:
+        """Its counters; None if it does not answer."""
         name = f"check-replica-{replica.replica_id}"
         try:
             with self._waits.waiting(
                 name, "counters", held_by=(f"process of replica-{replica.replica_id}",)
             ):
                 async with asyncio.timeout(timeout_s):
-                    stats = await replica.stats()
+                    return await replica.stats()
         except (TimeoutError, LostError):
             return None
-        return stats.num_generated_tokens + stats.num_prompt_tokens
 
     def _report(self, slot: Slot, since_s: float, *, answers: bool) -> None:
         reason = f"no token for {since_s:.0f} s while it had {len(slot.leases)} groups to run" + (
