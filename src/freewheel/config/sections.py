@@ -363,8 +363,8 @@ class HealthConfig:
     """Nothing at all has moved in the whole run for so long. At least as long as the longest thing
     that counts as one move: a trainer step, a start-up, a rollout."""
     replica_stall_s: Seconds = 60.0
-    """A replica that has requests to work on and has produced no token for so long, or that does not
-    answer for so long while rollouts hold it, is replaced."""
+    """A replica that has requests to work on and has produced no token for so long, or that does
+    not answer for so long while rollouts hold it, is replaced."""
     loop_blocked_s: Seconds = 5.0
     """An event loop that has not turned for so long is reported, with the frame that blocks it."""
     loop_blocked_end_s: Seconds = 60.0
