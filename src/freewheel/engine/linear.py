@@ -42,6 +42,17 @@ class Linear:
         assert self._weight is not None
         return F.linear(x, self._weight, self._bias)
 
+    def added_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`base + y`, (T, out), in one call where there is one."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(
+                x, base, self._weight, self._bias, "add"
+            )
+        if self._bias is not None:
+            return base + self(x)
+        assert self._weight is not None
+        return torch.addmm(base, x, self._weight.t())
+
     def _packs(self, weights: Sequence[torch.Tensor]) -> bool:
         return (
             self._device.type == "cpu"
