@@ -27,15 +27,15 @@ class Sampled:
     logprobs: list[float]
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position): a counter-based generator.
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float32]:
+    """One number of 24 bits in [0, 1) for each (seed, position): a counter-based generator.
 
     Source: two rounds of the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
     """
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)
     bits = _mix(_mix(seed) + position * np.uint64(0x9E3779B97F4A7C15))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def sample(logits_NV: torch.Tensor, requests: Sequence[Request]) -> Sampled:
@@ -77,15 +77,14 @@ def _draw(
     if sampling.temperature != 1:
         logits_NV = logits_NV.div_(sampling.temperature)
     logits_NV = _filter(logits_NV, sampling)
-    shifted_NV = logits_NV.sub_(logits_NV.amax(dim=-1, keepdim=True))
-    cumulative_NV = shifted_NV.exp().cumsum(dim=-1)
-    total_N = cumulative_NV[:, -1]
-    # The largest number below the total: a token of probability 0 at the end is never drawn.
-    limit_N = torch.nextafter(total_N, torch.zeros_like(total_N))
-    target_N = torch.minimum((draws_N * total_N).to(total_N.dtype), limit_N)
-    tokens_N1 = torch.searchsorted(cumulative_NV, target_N.unsqueeze(1), right=True)
+    probs_NV = torch.softmax(logits_NV, dim=-1)
+    cumulative_NV = probs_NV.cumsum(dim=-1)
+    # A draw has 24 bits, so that the product stays below the total: a token of probability 0 at
+    # the end is never drawn.
+    target_N1 = cumulative_NV[:, -1:] * draws_N.unsqueeze(1)
+    tokens_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
     tokens_N1 = tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
-    return tokens_N1.squeeze(1), shifted_NV.gather(1, tokens_N1).squeeze(1) - total_N.log()
+    return tokens_N1.squeeze(1), probs_NV.gather(1, tokens_N1).log_().squeeze(1)
 
 
 def _filter(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -27,7 +27,7 @@ NO_WEIGHTS = -1
 
 _MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens in one step: bounds how long running requests wait for their next token."""
-_SLACK_COLUMNS = 64
+_SLACK_COLUMNS = 32
 """Least growth, where memory allows, of a rectangle that is laid out anew."""
 _SLACK_ROWS = 8
 
