@@ -59,6 +59,8 @@ class KVRows:
         self.values: list[torch.Tensor] = []
         self._flats: list[torch.Tensor] = []
         self._stores: list[tuple[torch.Tensor, ...]] = [self._allocate(layer) for layer in layers]
+        for tensor in self._tensors():
+            tensor.zero_()
         self._cut()
 
     @property
@@ -81,9 +83,10 @@ class KVRows:
         self.keys, self.values, self._flats = [], [], []
         for i, layer in enumerate(self._layers):
             olds, self._stores[i] = self._stores[i], self._allocate(layer)
-            if num_used and longest:
-                for old, new in zip(olds, self._stores[i], strict=True):
-                    new[..., :num_used, :, :longest, :] = old[..., :num_used, :, first : self.end, :]
+            for old, new in zip(olds, self._stores[i], strict=True):
+                new[..., :num_used, :, :longest, :] = old[..., :num_used, :, first : self.end, :]
+                new[..., :num_used, :, longest:, :] = 0
+                new[..., num_used:, :, :, :] = 0
             del olds
         self._cut()
         self.end = longest
@@ -123,10 +126,10 @@ class KVRows:
 
     def _allocate(self, layer: LayerShape) -> tuple[torch.Tensor, ...]:
         if layer.key_dim == layer.value_dim:
-            return (self._zeros(2, self.num_rows, layer.num_heads, layer.key_dim),)
+            return (self._empty(2, self.num_rows, layer.num_heads, layer.key_dim),)
         return (
-            self._zeros(self.num_rows, layer.num_heads, layer.key_dim),
-            self._zeros(self.num_rows, layer.num_heads, layer.value_dim),
+            self._empty(self.num_rows, layer.num_heads, layer.key_dim),
+            self._empty(self.num_rows, layer.num_heads, layer.value_dim),
         )
 
     def _cut(self) -> None:
@@ -136,7 +139,7 @@ class KVRows:
         self.values = [values for _, values in halves]
         self._flats = [store[0].flatten(1, 2) for store in self._stores if len(store) == 1]
 
-    def _zeros(self, *sizes: int) -> torch.Tensor:
+    def _empty(self, *sizes: int) -> torch.Tensor:
         *rows, dim = sizes
         shape = (*rows, self.num_columns, dim)
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)

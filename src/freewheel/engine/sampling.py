@@ -52,12 +52,12 @@ def sample(logits_NV: torch.Tensor, requests: Sequence[Request]) -> Sampled:
     logits = logits_NV.float()
     draws = uniforms([r.seed for r in requests], [r.length for r in requests])
     draws_N = torch.from_numpy(draws).to(logits.device)
-    groups: dict[tuple[float, float, int, float], list[int]] = {}
-    for row, request in enumerate(requests):
-        groups.setdefault(_key(request.sampling), []).append(row)
-    if len(groups) == 1:
+    if len({request.filters for request in requests}) == 1:
         tokens, logprobs = _draw(logits, draws_N, requests[0].sampling)
         return Sampled(tokens.tolist(), logprobs.tolist())
+    groups: dict[tuple[float, float, int, float], list[int]] = {}
+    for row, request in enumerate(requests):
+        groups.setdefault(request.filters, []).append(row)
     token_ids, all_logprobs = [0] * len(requests), [0.0] * len(requests)
     for rows in groups.values():
         index = torch.tensor(rows, device=logits.device)
@@ -115,12 +115,6 @@ def _filter_top_p(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
     before_NK = probs_NK.cumsum(dim=-1) - probs_NK
     kept_NK = top_NK.masked_fill(before_NK >= top_p, -torch.inf)
     return torch.full_like(logits_NV, -torch.inf).scatter_(1, index_NK, kept_NK)
-
-
-def _key(sampling: SamplingParams) -> tuple[float, float, int, float]:
-    if sampling.temperature == 0:
-        return (0.0, 1.0, 0, 0.0)
-    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

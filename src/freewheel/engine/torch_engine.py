@@ -261,7 +261,7 @@ class TorchEngine:
         if len(sources) != len(logits_NV):
             logits_NV = logits_NV[torch.tensor(sources, device=logits_NV.device)]
         ended = self._append(requests, sample(logits_NV, requests))
-        for request in plan.decode:
+        for request in plan.decode if ended else ():
             if request in ended:
                 self._drop_row(request)
         for prefill in done:
