@@ -83,7 +83,9 @@ class RowAttention:
         keys, values = seen.narrow(2, self._first, self._count).unbind()
         queries = qkv.narrow(1, 0, heads).reshape(count * kv_heads, -1, dim)
         if self._uses_products:
-            scores = torch.baddbmm(self._seen_mask, queries, keys.transpose(1, 2), alpha=self._scale)
+            scores = torch.baddbmm(
+                self._seen_mask, queries, keys.transpose(1, 2), alpha=self._scale
+            )
             return torch.bmm(scores.softmax(-1), values).view(count, -1)
         mixed = F.scaled_dot_product_attention(
             queries.unflatten(0, (count, kv_heads)),

@@ -124,7 +124,7 @@ class LlamaDecoder:
             mixed_TE = self._attend(index, qkv, decode, chunks, chunk_masks)
             x_TE = layer.out.added_to(x_TE, mixed_TE)
             h_TE = self._normed(x_TE, layer.norm_mlp)
-            gate, up = layer.gate_up(h_TE).chunk(2, dim=-1)
+            gate, up = layer.gate_up(h_TE).unflatten(1, (2, -1)).unbind(1)
             x_TE = layer.down.added_to(x_TE, F.silu(gate).mul_(up))
         if chunks:
             x_TE = x_TE[self._sampled_rows(decode, chunks)]
