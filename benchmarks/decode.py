@@ -114,7 +114,7 @@ def main():
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--cpu-time",

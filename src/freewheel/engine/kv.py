@@ -37,8 +37,8 @@ def cell_bytes(layers: tuple[LayerShape, ...], dtype: torch.dtype) -> int:
 class KVRows:
     """The rectangle. `keys[i]` and `values[i]` are (R, H, C, D) of layer i.
 
-    Where keys and values are equally wide they are halves of one tensor (R, 2H, C, D), keys first,
-    which `joint(i)` gives: half as many calls.
+    Where keys and values are equally wide they are halves of one tensor (2, R, H, C, D), keys
+    first, which `joint(i)` gives: half as many calls. `flat(i)` is the same as (2, R * H, C, D).
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class KVRows:
         self.end = 0
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self._flats: list[torch.Tensor] = []
         self._stores: list[tuple[torch.Tensor, ...]] = [self._allocate(layer) for layer in layers]
+        for tensor in self._tensors():
+            tensor.zero_()
         self._cut()
 
     @property
@@ -77,12 +80,13 @@ class KVRows:
         first = self.end - longest
         self.num_rows, self.num_columns = num_rows, num_columns
         # Views would keep the old memory alive while the next layers are allocated.
-        self.keys, self.values = [], []
+        self.keys, self.values, self._flats = [], [], []
         for i, layer in enumerate(self._layers):
             olds, self._stores[i] = self._stores[i], self._allocate(layer)
-            if num_used and longest:
-                for old, new in zip(olds, self._stores[i], strict=True):
-                    new[:num_used, :, :longest] = old[:num_used, :, first : self.end]
+            for old, new in zip(olds, self._stores[i], strict=True):
+                new[..., :num_used, :, :longest, :] = old[..., :num_used, :, first : self.end, :]
+                new[..., :num_used, :, longest:, :] = 0
+                new[..., num_used:, :, :, :] = 0
             del olds
         self._cut()
         self.end = longest
@@ -90,15 +94,15 @@ class KVRows:
     def shift(self, num_used: int, longest: int, end: int) -> None:
         """Move all rows right, so that a longer row can join."""
         for tensor in self._tensors():
-            source = tensor[:num_used, :, self.end - longest : self.end].clone()
-            tensor[:num_used, :, end - longest : end] = source
+            source = tensor[..., :num_used, :, self.end - longest : self.end, :].clone()
+            tensor[..., :num_used, :, end - longest : end, :] = source
         self.end = end
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the row `source` of `length` tokens over the row `target`."""
         columns = slice(self.end - length, self.end)
         for tensor in self._tensors():
-            tensor[target, :, columns] = tensor[source, :, columns]
+            tensor[..., target, :, columns, :] = tensor[..., source, :, columns, :]
 
     def join(self, prefill: "KVRows", first_row: int, num_rows: int) -> None:
         """Copy the one row of `prefill` into `num_rows` rows."""
@@ -106,31 +110,36 @@ class KVRows:
         columns = slice(self.end - length, self.end)
         rows = slice(first_row, first_row + num_rows)
         for ours, theirs in zip(self._tensors(), prefill._tensors(), strict=True):
-            ours[rows, :, columns] = theirs[:1, :, :length]
+            ours[..., rows, :, columns, :] = theirs[..., :1, :, :length, :]
 
     def joint(self, layer: int) -> torch.Tensor:
-        """Keys and values of a layer as one tensor (R, 2H, C, D)."""
+        """Keys and values of a layer as one tensor (2, R, H, C, D)."""
         (store,) = self._stores[layer]
         return store
+
+    def flat(self, layer: int) -> torch.Tensor:
+        """Keys and values of a layer as one tensor (2, R * H, C, D)."""
+        return self._flats[layer]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         return (tensor for store in self._stores for tensor in store)
 
     def _allocate(self, layer: LayerShape) -> tuple[torch.Tensor, ...]:
         if layer.key_dim == layer.value_dim:
-            return (self._zeros(2 * layer.num_heads, layer.key_dim),)
+            return (self._empty(2, self.num_rows, layer.num_heads, layer.key_dim),)
         return (
-            self._zeros(layer.num_heads, layer.key_dim),
-            self._zeros(layer.num_heads, layer.value_dim),
+            self._empty(self.num_rows, layer.num_heads, layer.key_dim),
+            self._empty(self.num_rows, layer.num_heads, layer.value_dim),
         )
 
     def _cut(self) -> None:
-        """Make `keys` and `values` views of what is stored."""
-        halves = [s if len(s) == 2 else s[0].chunk(2, dim=1) for s in self._stores]
+        """Make `keys`, `values` and the flat ones views of what is stored."""
+        halves = [s if len(s) == 2 else s[0].unbind() for s in self._stores]
         self.keys = [keys for keys, _ in halves]
         self.values = [values for _, values in halves]
+        self._flats = [store[0].flatten(1, 2) for store in self._stores if len(store) == 1]
 
-    def _zeros(self, num_heads: int, dim: int) -> torch.Tensor:
-        return torch.zeros(
-            self.num_rows, num_heads, self.num_columns, dim, dtype=self._dtype, device=self._device
-        )
+    def _empty(self, *sizes: int) -> torch.Tensor:
+        *rows, dim = sizes
+        shape = (*rows, self.num_columns, dim)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -8,7 +8,6 @@ plain.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 _PACK_MIN_ELEMENTS = 1 << 17
 _PACK_ROWS = 32
@@ -22,6 +21,7 @@ class Linear:
         self._dtype = dtype
         self._device = device
         self._weight: torch.Tensor | None = None
+        self._transposed: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._packed = False
 
@@ -34,13 +34,27 @@ class Linear:
             self._packed = True
             return
         self._weight = self._copy(weights, self._weight)
+        self._transposed = self._weight.t()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(T, in) to (T, out)."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        assert self._weight is not None
-        return F.linear(x, self._weight, self._bias)
+        assert self._transposed is not None
+        if self._bias is None:
+            return torch.mm(x, self._transposed)
+        return torch.addmm(self._bias, x, self._transposed)
+
+    def added_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`base + y`, (T, out), in one call where there is one."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(
+                x, base, self._weight, self._bias, "add"
+            )
+        if self._bias is not None:
+            return base + self(x)
+        assert self._transposed is not None
+        return torch.addmm(base, x, self._transposed)
 
     def _packs(self, weights: Sequence[torch.Tensor]) -> bool:
         return (

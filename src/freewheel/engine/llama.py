@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from freewheel.engine.attention import RowAttention
 from freewheel.engine.decoder import ChunkInput, DecodeInput, HFObject
 from freewheel.engine.kv import LayerShape
 from freewheel.engine.linear import Linear
@@ -83,6 +84,14 @@ class LlamaDecoder:
             num_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim
         )
         self.layers = (shape,) * config.num_hidden_layers
+        self._attend_rows = RowAttention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self._scale,
+            dtype=dtype,
+            device=device,
+        )
         self._rotary = self._rotary_table(model, max_length)
         self._pairs = torch.arange(self.head_dim).view(2, -1).T.reshape(-1)
         self._layers = [_Layer(self) for _ in self.layers]
@@ -106,24 +115,17 @@ class LlamaDecoder:
     def forward(self, decode: DecodeInput, chunks: Sequence[ChunkInput]) -> torch.Tensor:
         """Logits of the decoded rows and of the last chunks."""
         x_TE = F.embedding(self._token_ids(decode, chunks), self._embed)
-        turns = self._rotary[self._positions(decode, chunks)].unsqueeze(1)
-        decode_mask = self._decode_mask(decode.lengths)
+        turns = self._rotary.index_select(0, self._positions(decode, chunks)).unsqueeze(1)
+        self._attend_rows.begin(decode)
         chunk_masks = [self._chunk_mask(chunk) for chunk in chunks]
         for index, layer in enumerate(self._layers):
             h_TE = self._normed(x_TE, layer.norm_in)
             qkv = self._turned_qkv(layer, h_TE, turns)
-            parts: list[torch.Tensor] = []
-            if decode.lengths:
-                parts.append(self._attend_rows(index, qkv, decode, decode_mask))
-            start = len(decode.lengths)
-            for chunk, mask in zip(chunks, chunk_masks, strict=True):
-                stop = start + len(chunk.token_ids)
-                parts.append(self._attend_chunk(index, qkv[start:stop], chunk, mask))
-                start = stop
-            x_TE = x_TE + layer.out(parts[0] if len(parts) == 1 else torch.cat(parts))
+            mixed_TE = self._attend(index, qkv, decode, chunks, chunk_masks)
+            x_TE = layer.out.added_to(x_TE, mixed_TE)
             h_TE = self._normed(x_TE, layer.norm_mlp)
-            gate, up = layer.gate_up(h_TE).chunk(2, dim=-1)
-            x_TE = x_TE + layer.down(F.silu(gate).mul_(up))
+            gate, up = layer.gate_up(h_TE).unflatten(1, (2, -1)).unbind(1)
+            x_TE = layer.down.added_to(x_TE, F.silu(gate).mul_(up))
         if chunks:
             x_TE = x_TE[self._sampled_rows(decode, chunks)]
         return self._head(self._normed(x_TE, self._norm))
@@ -150,25 +152,23 @@ class LlamaDecoder:
             qk.copy_(wide)
         return qkv
 
-    def _attend_rows(
-        self, index: int, qkv: torch.Tensor, decode: DecodeInput, mask: torch.Tensor | None
+    def _attend(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        decode: DecodeInput,
+        chunks: Sequence[ChunkInput],
+        masks: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """(B, H * D): each row's query over its own keys."""
-        count, end = len(decode.lengths), decode.rows.end
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        rows = decode.rows.joint(index).narrow(0, 0, count)
-        qkv = qkv.narrow(0, 0, count)
-        rows.select(2, end).copy_(qkv.narrow(1, heads, 2 * kv_heads))
-        longest = max(decode.lengths)
-        seen = rows.narrow(2, end + 1 - longest, longest)
-        mixed = F.scaled_dot_product_attention(
-            qkv.narrow(1, 0, heads).view(count, kv_heads, -1, self.head_dim),
-            seen.narrow(1, 0, kv_heads),
-            seen.narrow(1, kv_heads, kv_heads),
-            attn_mask=mask,
-            scale=self._scale,
-        )
-        return mixed.reshape(count, -1)
+        """(T, H * D): the decoded rows, then the chunks."""
+        stop = len(decode.lengths)
+        if not chunks:
+            return self._attend_rows(index, qkv)
+        parts = [self._attend_rows(index, qkv[:stop])] if stop else []
+        for chunk, mask in zip(chunks, masks, strict=True):
+            start, stop = stop, stop + len(chunk.token_ids)
+            parts.append(self._attend_chunk(index, qkv[start:stop], chunk, mask))
+        return torch.cat(parts)
 
     def _attend_chunk(
         self, index: int, qkv: torch.Tensor, chunk: ChunkInput, mask: torch.Tensor
@@ -187,15 +187,6 @@ class LlamaDecoder:
             scale=self._scale,
         )
         return mixed.view(kv_heads, -1, count, self.head_dim).permute(2, 0, 1, 3).reshape(count, -1)
-
-    def _decode_mask(self, lengths: Sequence[int]) -> torch.Tensor | None:
-        """(B, 1, 1, L), -inf left of each row's tokens; None if all rows are equally long."""
-        if not lengths or min(lengths) == (longest := max(lengths)):
-            return None
-        first = torch.tensor([longest - length for length in lengths], device=self.device)
-        hidden = torch.arange(longest, device=self.device) < first.unsqueeze(1)
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
     def _chunk_mask(self, chunk: ChunkInput) -> torch.Tensor:
         """(1, 1, H / K * n, start + n), causal, repeated for the query heads of a key head."""

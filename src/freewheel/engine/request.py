@@ -26,6 +26,18 @@ class Request:
     versions: list[int] = field(default_factory=list[int])
     order: int = 0
     """Rank of its admission; the youngest gives way when memory runs out."""
+    length: int = field(init=False)
+    """Prompt and sampled tokens together."""
+
+    filters: tuple[float, float, int, float] = field(init=False)
+    """Temperature, top-p, top-k, min-p: requests that share them are drawn together."""
+
+    def __post_init__(self) -> None:
+        self.length = len(self.prompt) + len(self.token_ids)
+        kind = self.sampling
+        self.filters = (kind.temperature, kind.top_p, kind.top_k, kind.min_p)
+        if kind.temperature == 0:
+            self.filters = (0.0, 1.0, 0, 0.0)
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Request":
@@ -37,11 +49,6 @@ class Request:
             sampling=request.sampling,
             seed=secrets.randbits(64) if seed is None else seed,
         )
-
-    @property
-    def length(self) -> int:
-        """Prompt and sampled tokens together."""
-        return len(self.prompt) + len(self.token_ids)
 
     @property
     def max_length(self) -> int:
@@ -62,6 +69,7 @@ class Request:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        self.length += 1
 
     def result(self, finish_reason: FinishReason) -> Generation:
         """What the request leaves with."""

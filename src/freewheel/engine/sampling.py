@@ -27,15 +27,15 @@ class Sampled:
     logprobs: list[float]
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position): a counter-based generator.
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float32]:
+    """One number of 24 bits in [0, 1) for each (seed, position): a counter-based generator.
 
     Source: two rounds of the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
     """
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)
     bits = _mix(_mix(seed) + position * np.uint64(0x9E3779B97F4A7C15))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def sample(logits_NV: torch.Tensor, requests: Sequence[Request]) -> Sampled:
@@ -52,12 +52,12 @@ def sample(logits_NV: torch.Tensor, requests: Sequence[Request]) -> Sampled:
     logits = logits_NV.float()
     draws = uniforms([r.seed for r in requests], [r.length for r in requests])
     draws_N = torch.from_numpy(draws).to(logits.device)
-    groups: dict[tuple[float, float, int, float], list[int]] = {}
-    for row, request in enumerate(requests):
-        groups.setdefault(_key(request.sampling), []).append(row)
-    if len(groups) == 1:
+    if len({request.filters for request in requests}) == 1:
         tokens, logprobs = _draw(logits, draws_N, requests[0].sampling)
         return Sampled(tokens.tolist(), logprobs.tolist())
+    groups: dict[tuple[float, float, int, float], list[int]] = {}
+    for row, request in enumerate(requests):
+        groups.setdefault(request.filters, []).append(row)
     token_ids, all_logprobs = [0] * len(requests), [0.0] * len(requests)
     for rows in groups.values():
         index = torch.tensor(rows, device=logits.device)
@@ -77,15 +77,14 @@ def _draw(
     if sampling.temperature != 1:
         logits_NV = logits_NV.div_(sampling.temperature)
     logits_NV = _filter(logits_NV, sampling)
-    shifted_NV = logits_NV.sub_(logits_NV.amax(dim=-1, keepdim=True))
-    cumulative_NV = shifted_NV.exp().cumsum(dim=-1)
-    total_N = cumulative_NV[:, -1]
-    # The largest number below the total: a token of probability 0 at the end is never drawn.
-    limit_N = torch.nextafter(total_N, torch.zeros_like(total_N))
-    target_N = torch.minimum((draws_N * total_N).to(total_N.dtype), limit_N)
-    tokens_N1 = torch.searchsorted(cumulative_NV, target_N.unsqueeze(1), right=True)
+    probs_NV = torch.softmax(logits_NV, dim=-1)
+    cumulative_NV = probs_NV.cumsum(dim=-1)
+    # A draw has 24 bits, so that the product stays below the total: a token of probability 0 at
+    # the end is never drawn.
+    target_N1 = cumulative_NV[:, -1:] * draws_N.unsqueeze(1)
+    tokens_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
     tokens_N1 = tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
-    return tokens_N1.squeeze(1), shifted_NV.gather(1, tokens_N1).squeeze(1) - total_N.log()
+    return tokens_N1.squeeze(1), probs_NV.gather(1, tokens_N1).log_().squeeze(1)
 
 
 def _filter(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -116,12 +115,6 @@ def _filter_top_p(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
     before_NK = probs_NK.cumsum(dim=-1) - probs_NK
     kept_NK = top_NK.masked_fill(before_NK >= top_p, -torch.inf)
     return torch.full_like(logits_NV, -torch.inf).scatter_(1, index_NK, kept_NK)
-
-
-def _key(sampling: SamplingParams) -> tuple[float, float, int, float]:
-    if sampling.temperature == 0:
-        return (0.0, 1.0, 0, 0.0)
-    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -96,9 +96,11 @@ class Scheduler:
 
     def crowded_rows(self) -> list[Request]:
         """Running requests that must give way before the next step, youngest first."""
+        others = [request for prefill in self.prefilling for request in prefill.members]
+        if not self.running or self._cells(self.running + others) <= self.limits.max_cells:
+            return []
         victims: list[Request] = []
         rows = sorted(self.running, key=lambda request: request.order)
-        others = [request for prefill in self.prefilling for request in prefill.members]
         while rows and self._cells(rows + others) > self.limits.max_cells:
             if len(rows) + len(others) == 1:
                 break
@@ -161,6 +163,8 @@ class Scheduler:
 
     def _admit(self) -> Prefill | None:
         """Move the first in line, and those that share its prompt, to prefilling."""
+        if not self.waiting:
+            return None
         members: list[Request] = []
         active = [*self.running, *(r for prefill in self.prefilling for r in prefill.members)]
         while self.waiting and self._shares(members, self.waiting[0]):

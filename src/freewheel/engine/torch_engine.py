@@ -27,7 +27,7 @@ NO_WEIGHTS = -1
 
 _MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens in one step: bounds how long running requests wait for their next token."""
-_SLACK_COLUMNS = 64
+_SLACK_COLUMNS = 32
 """Least growth, where memory allows, of a rectangle that is laid out anew."""
 _SLACK_ROWS = 8
 
@@ -261,7 +261,7 @@ class TorchEngine:
         if len(sources) != len(logits_NV):
             logits_NV = logits_NV[torch.tensor(sources, device=logits_NV.device)]
         ended = self._append(requests, sample(logits_NV, requests))
-        for request in plan.decode:
+        for request in plan.decode if ended else ():
             if request in ended:
                 self._drop_row(request)
         for prefill in done:
