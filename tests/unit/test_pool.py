@@ -60,8 +60,8 @@ def test_a_double_release_raises_and_a_lost_lease_can_be_released_once():
     with pytest.raises(InvariantError, match="twice"):
         pool.release(lease)
     lost = pool.try_lease_training("h", min_version=0)
-    assert pool.down(lost.replica_id, lost.incarnation)
-    assert not pool.down(lost.replica_id, lost.incarnation)
+    assert pool.down(lost.replica_id, lost.incarnation) is lost.replica
+    assert pool.down(lost.replica_id, lost.incarnation) is None
     pool.release(lost)
     with pytest.raises(InvariantError, match="twice"):
         pool.release(lost)

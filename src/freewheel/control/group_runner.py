@@ -88,7 +88,9 @@ class GroupRunner:
 
     def _notice_lost_replica(self, lease: Lease, result: GroupResult) -> None:
         lost = [o for o in result.outcomes if o.failure is FailureClass.LOST_REPLICA]
-        if lost and self._pool.down(lease.replica_id, lease.incarnation):
+        gone = self._pool.down(lease.replica_id, lease.incarnation) if lost else None
+        if gone is not None:
+            gone.kill()
             self._recorder.event("replica_lost", replica=lease.replica_id, reason=lost[0].message)
 
 

@@ -111,12 +111,17 @@ class Pool:
         slot.updating_to = None
         self.changed.notify()
 
-    def down(self, replica_id: int, incarnation: int) -> bool:
-        """The process is gone. False if it was replaced already (a late report)."""
+    def down(self, replica_id: int, incarnation: int) -> Replica | None:
+        """The process is gone or of no use.
+
+        Returns:
+            It, to be killed, so that whoever still waits for it is told; None if it was replaced
+            already (a late report).
+        """
         slot = self.slots[replica_id]
         if slot.replica is None or slot.incarnation != incarnation:
-            return False
-        slot.replica = None
+            return None
+        gone, slot.replica = slot.replica, None
         slot.version = NO_VERSION
         slot.updating_to = None
         for lease in slot.leases:
@@ -124,7 +129,7 @@ class Pool:
         slot.leases.clear()
         self._clock_busy(slot)
         self.changed.notify()
-        return True
+        return gone
 
     # -- weights ------------------------------------------------------------------------------
 

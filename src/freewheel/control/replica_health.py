@@ -60,7 +60,7 @@ class ReplicaHealth:
 
     async def _check(self, slot: Slot, replica: Replica, interval_s: float) -> None:
         incarnation = slot.incarnation
-        leased = bool(slot.leases) and slot.updating_to is None
+        is_wanted = bool(slot.leases) or slot.updating_to is not None
         stats = await self._ask(replica, interval_s)
         if slot.incarnation != incarnation or slot.replica is None:
             return
@@ -69,7 +69,7 @@ class ReplicaHealth:
         tokens = None if stats is None else stats.num_generated_tokens + stats.num_prompt_tokens
         # Its own word on whether it has work, if it gives any: the rollouts that hold its leases
         # may wait in their environments, or their worker may be gone.
-        had_work = leased if stats is None else stats.num_running + stats.num_waiting > 0
+        had_work = is_wanted if stats is None else stats.num_running + stats.num_waiting > 0
         moved = tokens is not None and (seen is None or tokens != seen.tokens)
         if seen is None or seen.incarnation != incarnation or moved or not had_work:
             self._seen[slot.replica_id] = _Seen(
@@ -93,8 +93,11 @@ class ReplicaHealth:
             return None
 
     def _report(self, slot: Slot, since_s: float, *, answers: bool) -> None:
-        reason = f"no token for {since_s:.0f} s while it had {len(slot.leases)} groups to run" + (
-            "" if answers else ", and no answer"
-        )
+        doing = f"it had {len(slot.leases)} groups to run"
+        if slot.updating_to is not None:
+            doing = f"{doing} and version {slot.updating_to} to load"
+        reason = f"no token for {since_s:.0f} s while {doing}{'' if answers else ', and no answer'}"
         self._recorder.event("replica_stalled", replica=slot.replica_id, reason=reason)
-        self._pool.down(slot.replica_id, slot.incarnation)
+        gone = self._pool.down(slot.replica_id, slot.incarnation)
+        if gone is not None:
+            gone.kill()

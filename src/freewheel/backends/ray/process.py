@@ -210,6 +210,8 @@ def worker_environment(num_threads: int, demand: Demand) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
+        # Huge pages for torch's large tensors: fewer misses in the page tables while decoding.
+        "THP_MEM_ALLOC_ENABLE": "1",
         "PYTHONPATH": os.pathsep.join(_import_folders()),
     }
     if demand.num_gpus == 0:
