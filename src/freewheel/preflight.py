@@ -54,7 +54,7 @@ class Findings:
 
 
 def check_inputs(config: Config, *, purpose: Purpose = "train") -> Findings:
-    """Look at data, model and loggers.
+    """Look at data, model, loggers and the user's code.
 
     Raises:
         ConfigError: the look itself failed, or took longer than `TIMEOUT_S`.
@@ -88,6 +88,7 @@ def look(config: Config, *, purpose: Purpose = "train") -> Findings:
     if not _missing_files(config, splits):
         lines += _try(partial(_look_at_data, config, purpose), problems)
     lines += _try(partial(_look_at_model, config), problems if _is_model_here(config) else missing)
+    _try(partial(_look_at_user_code, config), problems)
     counts = {split: _count(config, split) for split in splits}
     return Findings(
         missing=tuple(missing),
@@ -130,6 +131,16 @@ def _is_model_here(config: Config) -> bool:
 
 def _look_at_model(config: Config) -> list[str]:
     return [f"model.path: {config.model.path}: {locate_model(config.model.path)}"]
+
+
+def _look_at_user_code(config: Config) -> list[str]:
+    """Import reward and environment, as the rollout workers will."""
+    from freewheel.rollout.environment import load_environment
+    from freewheel.rollout.rewards import load_reward
+
+    load_reward(config)
+    load_environment(config.rollout.environment)
+    return []
 
 
 def _count(config: Config, split: Split) -> int | None:
