@@ -23,13 +23,12 @@ from freewheel.checkpoint import (
 )
 from freewheel.config import Config
 from freewheel.control.controller import (
-    STOP_EXIT_CODES,
     Controller,
     ResumePoint,
-    RunEnd,
     ValidateOnly,
     structure,
 )
+from freewheel.control.run_end import STOP_EXIT_CODES, RunEnd
 from freewheel.errors import CheckpointError, FreewheelError, StalledError, StartupError
 from freewheel.hang_report import HangReporter
 from freewheel.loggers import make_sinks

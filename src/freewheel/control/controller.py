@@ -21,6 +21,7 @@ from freewheel.control.replica_health import ReplicaHealth
 from freewheel.control.replica_loop import ReplicaLoop
 from freewheel.control.restarts import Restarts
 from freewheel.control.rollouter import Admission, Rollouter
+from freewheel.control.run_end import RunEnd, first_leaf, make_run_end
 from freewheel.control.stages import make_stages
 from freewheel.control.staleness import StalenessBound
 from freewheel.control.status_report import StatusReport
@@ -31,10 +32,7 @@ from freewheel.control.watchdog import Reporter, Watchdog
 from freewheel.control.weight_store import WeightStore
 from freewheel.control.worker_pool import WorkerPool
 from freewheel.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
     CheckpointError,
-    FreewheelError,
     LoopEndedError,
     RecordError,
     StartupError,
@@ -42,8 +40,6 @@ from freewheel.errors import (
 from freewheel.protocols import Backend, CheckpointStore, Recorder
 from freewheel.status import RunStatus
 from freewheel.types import Split
-
-STOP_EXIT_CODES = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +56,6 @@ class ValidateOnly:
 
     step: int
     version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """How a run ended. `summary` is the content of `summary.json`."""
-
-    status: str
-    exit_code: int
-    cause: str
-    summary: dict[str, Any]
-    error: BaseException | None
 
 
 class Controller:
@@ -255,7 +240,7 @@ class Controller:
 
     def end_before_start(self, error: Exception | None) -> RunEnd:
         """The end of a run whose loops never ran: by an error, or by a stop."""
-        self._cause = None if error is None else _first_leaf(error)
+        self._cause = None if error is None else first_leaf(error)
         return self._end()
 
     async def run(self) -> RunEnd:
@@ -299,7 +284,7 @@ class Controller:
                     task.cancel()
         except* Exception as errors:  # noqa: BLE001 - kept as the cause that ends the run
             if self._cause is None:
-                self._cause = _first_leaf(errors)
+                self._cause = first_leaf(errors)
 
     def _start_workers(self, root: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         loops: dict[str, Coroutine[Any, Any, None]] = {
@@ -340,7 +325,7 @@ class Controller:
             raise
         except BaseException as error:
             if self._cause is None:
-                self._cause = _first_leaf(error)
+                self._cause = first_leaf(error)
                 self._recorder.event("loop_failed", loop=name, error=repr(self._cause))
             raise
 
@@ -485,39 +470,34 @@ class Controller:
         return busy_s + self.pool.busy_s(), total_s + elapsed_s * shared
 
     def _end(self) -> RunEnd:
-        error = self._cause
-        if error is not None:
-            status, cause, exit_code = "failed", _describe(error), exit_code_of(error)
-        elif self._stop_signal is not None:
-            status, cause = "stopped", self._stop_signal
-            if self._cut_short:
-                saved = max(self.checkpointer.saved_steps, default=None)
-                cause = (
-                    f"{cause}; what was under way did not end within "
-                    f"{self.config.health.shutdown_timeout_s:g} s (health.shutdown_timeout_s): "
-                    f"the newest checkpoint is of step {saved}, the run was at step "
-                    f"{self.train.state.step}"
-                )
-            exit_code = STOP_EXIT_CODES[self._stop_signal]
-        else:
-            status, cause, exit_code = "completed", "", 0
         busy_s, total_s = self._busy_and_total_s()
-        summary = {
-            "status": status,
-            "exit_code": exit_code,
-            "cause": cause,
-            "steps": self.train.state.step,
-            "policy_version": self.train.state.version,
-            "samples": self.ledger.counts(),
-            "failures": self.ledger.failures(),
-            "wall_s": round(self.now_s(), 3),
-            "trainer_wait_s": {k: round(v, 6) for k, v in self.train.state.wait_s.items()},
-            "rollout_idle_ratio": round(1 - busy_s / total_s, 6) if total_s else 0.0,
-            "validations": self.validator.num_recorded,
-            "checkpoints": self.checkpointer.saved_steps,
-            "restarts": self.restarts.count,
-        }
-        return RunEnd(status=status, exit_code=exit_code, cause=cause, summary=summary, error=error)
+        return make_run_end(
+            error=self._cause,
+            stop_signal=self._stop_signal,
+            cut_short=self._describe_cut_short(),
+            numbers={
+                "steps": self.train.state.step,
+                "policy_version": self.train.state.version,
+                "samples": self.ledger.counts(),
+                "failures": self.ledger.failures(),
+                "wall_s": round(self.now_s(), 3),
+                "trainer_wait_s": {k: round(v, 6) for k, v in self.train.state.wait_s.items()},
+                "rollout_idle_ratio": round(1 - busy_s / total_s, 6) if total_s else 0.0,
+                "validations": self.validator.num_recorded,
+                "checkpoints": self.checkpointer.saved_steps,
+                "restarts": self.restarts.count,
+            },
+        )
+
+    def _describe_cut_short(self) -> str:
+        if not self._cut_short:
+            return ""
+        saved = max(self.checkpointer.saved_steps, default=None)
+        return (
+            "what was under way did not end within "
+            f"{self.config.health.shutdown_timeout_s:g} s (health.shutdown_timeout_s): the newest "
+            f"checkpoint is of step {saved}, the run was at step {self.train.state.step}"
+        )
 
 
 def structure(config: Config) -> dict[str, Any]:
@@ -532,18 +512,3 @@ def structure(config: Config) -> dict[str, Any]:
         "data.shuffle": config.data.shuffle,
         "trainer.seed": config.trainer.seed,
     }
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The exit code of a run that this error ended."""
-    return error.exit_code if isinstance(error, FreewheelError) else 1
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _first_leaf(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freewheel.config.sections import Config
-from freewheel.control.controller import Controller, ResumePoint, RunEnd
+from freewheel.control.controller import Controller, ResumePoint
+from freewheel.control.run_end import RunEnd
 from freewheel.simulation.fakes import FakeBackend, FakeDisk, FakeTrajectory
 from freewheel.simulation.records import MemoryCheckpoints, MemoryRecorder
 from freewheel.simulation.settings import SimSettings

@@ -1,0 +1,57 @@
+"""How a run ended: status, exit code, cause, and the numbers for `summary.json`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from freewheel.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, FreewheelError
+
+STOP_EXIT_CODES = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended. `summary` is the content of `summary.json`."""
+
+    status: str
+    exit_code: int
+    cause: str
+    summary: dict[str, Any]
+    error: BaseException | None
+
+
+def make_run_end(
+    *,
+    error: BaseException | None,
+    stop_signal: str | None,
+    cut_short: str,
+    numbers: dict[str, Any],
+) -> RunEnd:
+    """Decide how the run ended: by an error, by a stop, or by itself.
+
+    Args:
+        error: the first cause, if a loop failed.
+        stop_signal: `SIGINT` or `SIGTERM`, if one was taken.
+        cut_short: what a stop did not wait for; empty if nothing.
+        numbers: the rest of the summary.
+    """
+    if error is not None:
+        status, cause, exit_code = "failed", f"{type(error).__name__}: {error}", exit_code_of(error)
+    elif stop_signal is not None:
+        status, exit_code = "stopped", STOP_EXIT_CODES[stop_signal]
+        cause = f"{stop_signal}; {cut_short}" if cut_short else stop_signal
+    else:
+        status, cause, exit_code = "completed", "", 0
+    summary = {"status": status, "exit_code": exit_code, "cause": cause, **numbers}
+    return RunEnd(status=status, exit_code=exit_code, cause=cause, summary=summary, error=error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a run that this error ended."""
+    return error.exit_code if isinstance(error, FreewheelError) else 1
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """The first error inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
