@@ -95,7 +95,8 @@ def _explain_killed(folder: RunFolder, last: LastStatus, now_s: float) -> Explan
         waiting_for="Nothing.",
         because=(
             "It was killed (SIGKILL, out of memory, a lost machine) "
-            f"{duration(now_s - last.updated)} ago, at step {last.status.step}, while it was {last.status.phase}."
+            f"{duration(now_s - last.updated)} ago, at step {last.status.step}, "
+            f"while it was {last.status.phase}."
         ),
         advice=(
             f"To go on: freewheel resume {folder.path} "
