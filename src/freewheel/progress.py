@@ -206,5 +206,7 @@ def render_table(status: RunStatus) -> Group:
         ("waits", describe_waits(status)),
     ):
         table.add_row(label, Text(text))
-    bar = ProgressBar(total=status.total_steps or None, completed=status.step, width=60)
+    # A bar ends no line by itself; a grid gives it one of its own.
+    bar = Table.grid()
+    bar.add_row(ProgressBar(total=status.total_steps or None, completed=status.step, width=60))
     return Group(bar, table)

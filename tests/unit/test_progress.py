@@ -127,6 +127,9 @@ def test_live_table_shows_everything():
     assert all(part in text for part in SHOWN)
     assert "last score 0.400" in text
     assert "step 10" in text
+    bar, steps = text.splitlines()[:2]
+    assert set(bar.strip()) <= set("━╸╺")
+    assert steps.startswith("steps")
 
 
 def test_live_table_without_anything_yet():
