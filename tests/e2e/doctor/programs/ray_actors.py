@@ -14,7 +14,7 @@ from ray_rollouters import CLASSES
 
 
 def main():
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=1 << 27)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=1 << 27)
     actors = {cls.__name__: ray.remote(num_cpus=0)(cls).remote() for cls in CLASSES}
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
     for actor in actors.values():
