@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from freewheel.config import Config, dump_config, load_config
 from freewheel.config.keys import keys, nearest_key, sections
 from freewheel.config.reference import render_reference
+from freewheel.config.sections import TrainerConfig
 from freewheel.errors import ConfigError, FailureClass
 
 TEXT = st.one_of(
@@ -77,6 +78,14 @@ def configs(draw):
 @settings(max_examples=60, deadline=None)
 def test_dumped_configuration_loads_as_the_same(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("dump") / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("text", ["\x85", "\u2028", "a\nb", "\t", "é\x85", " ", "\x00", "日本"])
+def test_a_text_of_any_characters_survives_the_dump(tmp_path, text):
+    config = Config(trainer=TrainerConfig(experiment_name=text))
+    path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
 

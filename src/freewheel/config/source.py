@@ -61,7 +61,13 @@ class Dumper(yaml.SafeDumper):
         """Write equal values out each time."""
         return True
 
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        """Quote a text that is not printable in full: plain, its line breaks read as spaces."""
+        style = None if data.isprintable() or not data else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
+
+Dumper.add_representer(str, Dumper.represent_text)
 Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
