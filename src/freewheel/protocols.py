@@ -142,10 +142,11 @@ class Trainer(Protocol):
         ...
 
     async def train_step(self, request: TrainRequest) -> TrainResult:
-        """Train on whole groups.
+        """Train on whole groups. The same requests in the same order give the same weights.
 
         Raises:
             TrainingDivergedError: loss or gradient is not finite.
+            TrajectoriesLostError: some payloads are gone; nothing was trained.
         """
         ...
 
@@ -172,6 +173,9 @@ class Trainer(Protocol):
 
         `published` is the version that replicas hold, when it differs from the trainer's weights.
         Runs beside `train_step`. Frees the copy, also when it fails.
+
+        Raises:
+            TrajectoriesLostError: some are gone; nothing was written, and the copy is kept.
         """
         ...
 
