@@ -10,7 +10,8 @@
     │   ├── ReplicaLostError
     │   ├── RolloutWorkerLostError
     │   ├── TrainerLostError
-    │   └── TrajectoriesLostError
+    │   ├── TrajectoriesLostError
+    │   └── WeightsLostError
     ├── TrainingDivergedError           6   loss or gradient is not finite
     ├── CheckpointError                 7   a checkpoint could not be written or read
     ├── InvariantError                  8   our own bug: the books do not add up
@@ -101,6 +102,10 @@ class TrajectoriesLostError(LostError):
     def __reduce__(self) -> tuple[type["TrajectoriesLostError"], tuple[tuple[int, ...], str]]:
         """Both arguments: by default only an exception's message goes to another process."""
         return type(self), (self.positions, str(self))
+
+
+class WeightsLostError(LostError):
+    """Published weights went down with the node that held them."""
 
 
 class TrainingDivergedError(FreewheelError):

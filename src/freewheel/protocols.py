@@ -50,6 +50,9 @@ class Replica(Protocol):
         """Fetch a version and activate it between two tokens; requests in flight go on.
 
         Returns when every token from now on is sampled under `weights.version`.
+
+        Raises:
+            WeightsLostError: the version is nowhere any more; the replica is as it was.
         """
         ...
 

@@ -1,7 +1,6 @@
 """Hangs injected into real runs: each recovers or ends as documented, within its limit, by name."""
 
 import signal
-import time
 
 import psutil
 import pytest

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from freewheel.errors import TrainerLostError, TrajectoriesLostError
+from freewheel.errors import TrainerLostError, TrajectoriesLostError, WeightsLostError
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import SimSettings
 from tests.simulation.scenarios import (
@@ -53,19 +53,9 @@ class Trainers:
             if fake.is_dead:
                 raise TrainerLostError("the trainer was dead before the call")
             way = self.rng.choice(self.ways) if self.rng.random() < self.chance else None
-            if way == "hang":
-                self._note(name, way)
-                await asyncio.Event().wait()
             if way == "before":
                 self._lose(fake, name, way)
-            task = method(*args, **kwargs)
-            if way == "during":
-                try:
-                    async with asyncio.timeout(0.05):
-                        await task
-                except TimeoutError:
-                    self._lose(fake, name, way)
-            result = await task if way != "during" else None
+            result = await self._run(fake, name, way, method(*args, **kwargs))
             if fake.is_dead:
                 raise TrainerLostError(f"the trainer died in {name}")
             if name == "train_step":
@@ -77,6 +67,15 @@ class Trainers:
             return result
 
         return call
+
+    async def _run(self, fake, name, way, task):
+        if way != "during":
+            return await task
+        try:
+            async with asyncio.timeout(0.05):
+                return await task
+        except TimeoutError:
+            self._lose(fake, name, way)
 
     def _lose(self, fake, name, way):
         self._note(name, way)
@@ -225,3 +224,37 @@ def test_lost_trajectories_are_generated_again(mode, seed):
 
     run = run_and_check(config, random_settings(rng, seed, faults=False), act=act)
     assert num_lost == num_events(run, "trajectories_lost")
+
+
+@pytest.mark.parametrize("mode", FIELD_MODES)
+@pytest.mark.parametrize("seed", range(10))
+def test_lost_weights_are_published_again_or_their_validation_ends(mode, seed):
+    rng = random.Random(f"weights-{mode}-{seed}")
+    config = patient(random_config(rng, mode, "parallel"))
+    refused = set()
+
+    def act(controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+            update = fake.update_weights
+
+            async def update_weights(weights):
+                if id(weights) in refused or rng.random() < 0.1:
+                    refused.add(id(weights))
+                    kept.append(weights)
+                    raise WeightsLostError(f"version {weights.version} is gone")
+                await update(weights)
+
+            fake.update_weights = update_weights
+            return fake
+
+        kept = []
+        backend.replica = replica
+
+    run = run_and_check(config, random_settings(rng, seed, faults=False), act=act)
+    gone = {row["version"] for row in run.recorder.rows("events") if row["event"] == "weights_lost"}
+    for row in run.recorder.rows("validations"):
+        if "is gone" in row["reason"]:
+            assert row["policy_version"] in gone

@@ -144,16 +144,26 @@ class Controller:
             recorder=recorder,
             changed=changed,
         )
+        self.trainer = TrainerKeeper(
+            backend.trainer,
+            health=health,
+            restarts=self.restarts,
+            waits=waits,
+            recorder=recorder,
+            on_republished=self.store.renew,
+        )
         self.replicas = [
             ReplicaLoop(
                 replica_id,
                 backend=backend,
                 pool=self.pool,
                 store=self.store,
+                trainer=self.trainer,
                 restarts=self.restarts,
                 health=health,
                 waits=waits,
                 recorder=recorder,
+                give_up=lambda version, reason: self.validator.give_up(version, reason),
             )
             for replica_id in self.pool.slots
         ]
@@ -184,14 +194,6 @@ class Controller:
             recorder=recorder,
             now_s=self.now_s,
             changed=changed,
-        )
-        self.trainer = TrainerKeeper(
-            backend.trainer,
-            health=health,
-            restarts=self.restarts,
-            waits=waits,
-            recorder=recorder,
-            on_republished=self.store.renew,
         )
         self.checkpointer = Checkpointer(
             config,

@@ -24,6 +24,7 @@ from freewheel.errors import (
     StartupError,
     TrainerLostError,
     TrajectoriesLostError,
+    WeightsLostError,
 )
 from freewheel.protocols import Recorder, Trainer
 from freewheel.types import Ref, TrainerInfo, TrainRequest, TrainResult, Weights
@@ -185,6 +186,13 @@ class TrainerKeeper:
         while self._journal and self._journal[0].step <= step:
             self._forget_oldest()
 
+    async def renew(self, lost: WeightsLostError, *, waiter: str) -> None:
+        """Publish the newest version again. What it had published went down, so it did, too."""
+        if self._replacing.locked():
+            await self._replacement(waiter)
+        else:
+            await self._replace(self._trainer, TrainerLostError(str(lost)), waiter)
+
     def kill(self) -> None:
         """End the processes at once. Idempotent; never waits."""
         self._trainer.kill()
@@ -244,12 +252,13 @@ class TrainerKeeper:
     async def _current(self, call: _Call) -> Trainer:
         """The trainer, after the end of a replacement that is under way."""
         if self._replacing.locked():
-            with self._waits.waiting(
-                call.waiter, "the trainer's replacement", held_by=("trainer",)
-            ):
-                async with self._replacing:
-                    pass
+            await self._replacement(call.waiter)
         return self._trainer
+
+    async def _replacement(self, waiter: str) -> None:
+        with self._waits.waiting(waiter, "the trainer's replacement", held_by=("trainer",)):
+            async with self._replacing:
+                pass
 
     async def _ask(
         self, call: _Call, ask: Callable[[Trainer], Awaitable[T]], trainer: Trainer
