@@ -216,7 +216,7 @@ class Controller:
             pool=self.pool,
             store=self.store,
             workers=self.workers,
-            rollouter=self.rollouter,
+            restarts=self.restarts,
             train=self.train,
             validator=self.validator,
             checkpointer=self.checkpointer,
