@@ -123,7 +123,7 @@ def make_stages(
         ),
         Stage(
             name="the run",
-            limit_s=health.stall_timeout_s,
+            limit_s=config.stall_timeout_s,
             setting="health.stall_timeout_s",
             has_work=lambda: not is_ending(),
             progress=everything,
