@@ -5,7 +5,8 @@ signal, `changed`, is notified whenever a waiter may have become able to go on.
 
 Invariants: a replica pinned at v takes no other version until it is released; a lease of a
 validation is only given on a replica that holds exactly the pinned version; a replica goes back to
-an older version only when nothing runs on it.
+an older version only when nothing runs on it; without partial rollouts it takes any version only
+then, and nothing starts on it while it does.
 """
 
 from collections.abc import Callable, Iterable
@@ -69,10 +70,6 @@ class Slot:
     leases: list[Lease] = field(default_factory=list[Lease])
     busy_s: float = 0.0
     busy_since_s: float | None = None
-
-    def goes_back(self) -> bool:
-        """True while it loads an older version: its tokens would be older than it says."""
-        return self.updating_to is not None and self.updating_to < self.version
 
     def num_leases(self, purpose: Purpose) -> int:
         """Leases given for this purpose."""
@@ -168,8 +165,13 @@ class Pool:
         slot.updating_to = None
         self.changed.notify()
 
-    def _is_draining(self, slot: Slot) -> bool:
-        """True if running leases keep it from the version that it should hold."""
+    def _changes_version(self, slot: Slot) -> bool:
+        """True if it loads a version, or waits to, that no rollout may see beside its present one.
+
+        A newer one may come to rollouts in flight if they are partial; an older one never.
+        """
+        if slot.updating_to is not None:
+            return slot.updating_to < slot.version or not self._partial_rollout
         target = self.target_version(slot)
         if target == slot.version or target > self.latest:
             return False
@@ -185,8 +187,7 @@ class Pool:
             if slot.role is Role.SHARED
             and slot.version >= max(min_version, 0)
             and len(slot.leases) < self._capacity
-            and not slot.goes_back()
-            and not self._is_draining(slot)
+            and not self._changes_version(slot)
             and not self._is_wanted_by_validation(slot)
         ]
         return self._lease(candidates, Purpose.TRAINING, holder)
