@@ -212,6 +212,85 @@ def test_without_partial_rollout_nothing_starts_while_a_pinned_replica_loads_ano
     assert pool.try_lease_training("g", min_version=0).version == 0
 
 
+def pinned_pool(*, num_shared, capacity, version=0, num_pending=3, **options):
+    """All replicas at version 0, the first one pinned at a version."""
+    pool = make_pool(num_shared=num_shared, capacity=capacity, **options)
+    publish(pool, 0, load=range(num_shared))
+    pin = Pin(name="validation", version=version, num_pending=num_pending)
+    pool.pin(pin, [0])
+    return pool, pin
+
+
+def test_pins_keep_back_the_only_slot_of_the_only_replica():
+    pool, pin = pinned_pool(num_shared=1, capacity=1)
+    assert pool.try_lease_training("g", min_version=0) is None
+    assert pool.pins_keep_back(0)
+    pool.unpin(pin, 0)
+    assert not pool.pins_keep_back(0)
+    assert pool.try_lease_training("g", min_version=0) is not None
+    assert not pool.pins_keep_back(0), "rollouts have it, no validation"
+
+
+def test_pins_keep_back_nothing_while_another_replica_has_room():
+    pool, _ = pinned_pool(num_shared=2, capacity=2)
+    assert not pool.pins_keep_back(0)
+    pool.try_lease_training("g", min_version=0)
+    assert not pool.pins_keep_back(0)
+    pool.try_lease_training("h", min_version=0)
+    assert pool.pins_keep_back(0), "the other one is full, and the pinned one would have room"
+
+
+def test_pins_keep_back_the_newer_version_once_it_could_be_there():
+    pool, _ = pinned_pool(num_shared=1, capacity=4, num_pending=0)
+    assert not pool.pins_keep_back(0)
+    pool.published(1)
+    assert pool.pins_keep_back(1)
+    pool, _ = pinned_pool(num_shared=2, capacity=1)
+    pool.published(1)
+    pool.begin_update(1, 1)
+    assert not pool.pins_keep_back(1), "the other one loads it, and so would this one"
+    pool.end_update(1, 1)
+    assert not pool.pins_keep_back(1)
+    pool.try_lease_training("g", min_version=1)
+    assert pool.pins_keep_back(1)
+
+
+def test_without_partial_rollout_a_pin_is_not_blamed_for_the_drain_of_the_others():
+    pool, _ = pinned_pool(num_shared=2, capacity=2, partial_rollout=False)
+    lease = pool.try_lease_training("g", min_version=0)
+    pool.published(1)
+    assert pool.try_lease_training("h", min_version=0) is None
+    assert not pool.pins_keep_back(0)
+    pool.release(lease)
+    pool.begin_update(1, 1)
+    assert not pool.pins_keep_back(0)
+
+
+def test_until_the_other_replicas_have_started_the_pinned_one_is_for_rollouts():
+    pool = make_pool(num_shared=2, capacity=2)
+    publish(pool, 0, load=[0])
+    pin = Pin(name="validation", version=0, num_pending=3)
+    pool.pin(pin, [0])
+    assert pool.try_lease_validation("v", pin) is None
+    leases = [pool.try_lease_training("g", min_version=0) for _ in range(2)]
+    assert [lease.replica_id for lease in leases] == [0, 0]
+    assert not pool.pins_keep_back(0), "rollouts have both slots"
+    publish(pool, 0, load=[1])
+    assert pool.try_lease_training("h", min_version=0).replica_id == 1
+    pool.release(leases[0])
+    assert pool.try_lease_validation("v", pin).replica_id == 0
+    pool.down(1, pool.slots[1].incarnation)
+    pool.up(1, Process())
+    pool.release(leases[1])
+    assert pool.try_lease_validation("w", pin).replica_id == 0, "only the first start counts"
+
+
+def test_a_dead_replica_is_not_kept_back_by_its_pin():
+    pool, _ = pinned_pool(num_shared=1, capacity=1)
+    pool.down(0, pool.slots[0].incarnation)
+    assert not pool.pins_keep_back(0)
+
+
 class Driver:
     """Does to a pool what the roles do, in any order, and notes what each lease sees."""
 
