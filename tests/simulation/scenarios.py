@@ -33,6 +33,8 @@ FIELD_MODES: dict[str, dict[str, Any]] = {
     },
     "async_partial": {"trigger_parameter_sync_step": 2, "staleness_threshold": 0.5},
 }
+REFUSED = "the validation of step"
+"""How the reason begins of a validation for which there was no room: it was not even queued."""
 VALIDATION_MODES = ("parallel", "exclusive", "dedicated")
 
 
@@ -200,7 +202,8 @@ def check_validations(config: Config, run: SimRun) -> None:
     rows = run.recorder.rows("validations")
     steps = run.end.summary["steps"]
     due = {0, steps, *range(config.trainer.test_freq, steps + 1, config.trainer.test_freq)}
-    assert {row["step"] for row in rows} == due
+    assert sorted(row["step"] for row in rows) == sorted(due)
+    check_each_validation_has_its_row(run)
     for row in rows:
         assert row["mode"] == config.validation_mode
         if row["status"] == "skipped":
@@ -212,6 +215,16 @@ def check_validations(config: Config, run: SimRun) -> None:
         assert (row["status"] == "complete") == (row["n_done"] == row["n_total"])
         assert bool(row["reason"]) == (row["status"] == "partial")
     assert run.end.summary["validations"] == len(rows)
+
+
+def check_each_validation_has_its_row(run: SimRun) -> None:
+    """Of a run that was never resumed, however it ended: what was asked for ends as one row."""
+    rows = run.recorder.rows("validations")
+    requested = Counter(
+        row["step"] for row in run.recorder.rows("events") if row["event"] == "validation_requested"
+    )
+    refused = Counter(row["step"] for row in rows if row["reason"].startswith(REFUSED))
+    assert Counter(row["step"] for row in rows) == requested + refused
 
 
 def check_checkpoints(config: Config, run: SimRun) -> None:

@@ -239,8 +239,9 @@ def test_a_validation_due_while_one_runs_is_queued_or_skipped_with_its_reason(ma
 
 @pytest.mark.parametrize("validation_mode", ["parallel", "dedicated"])
 def test_three_weight_updates_during_a_validation_leave_its_version_alone(validation_mode):
-    config = small_config("async_partial", validation_mode, test_freq=100)
-    settings = replace(SETTINGS, num_val_prompts=40, train_step_s=1.0)
+    config = with_slots(small_config("async_partial", validation_mode, test_freq=100), 12)
+    assert config.max_slots == 12, "either replica alone takes all groups that may be open"
+    settings = replace(SETTINGS, num_val_prompts=120, train_step_s=1.0)
     run = simulate(config, settings)
     first = run.recorder.rows("validations")[0]
     updates = [
@@ -249,8 +250,30 @@ def test_three_weight_updates_during_a_validation_leave_its_version_alone(valida
         if e["event"] == "weights_published" and first["started_s"] < e["t_s"] < first["ended_s"]
     ]
     assert len(updates) >= 3
-    assert first["response_versions"] == {"0": 80}
+    assert first["response_versions"] == {"0": 240}
     assert run.end.summary["trainer_wait_s"]["validation"] == 0
+
+
+def with_slots(config, num_slots, *, replicas=2):
+    """So many groups at once on each of so many replicas."""
+    return replace(
+        config,
+        rollout=replace(config.rollout, replicas=replicas),
+        async_training=replace(config.async_training, concurrent_samples_per_replica=num_slots),
+    )
+
+
+@pytest.mark.parametrize(("replicas", "num_slots"), [(1, 1), (2, 4)])
+def test_the_wait_for_replicas_that_a_validation_has_is_booked_on_it(replicas, num_slots):
+    config = small_config("async_partial", "parallel", test_freq=100, val_at_end=False)
+    config = with_slots(config, num_slots, replicas=replicas)
+    settings = replace(SETTINGS, num_val_prompts=40, train_step_s=1.0)
+    waits_s = simulate(config, settings).end.summary["trainer_wait_s"]
+    unhurried = replace(config, trainer=replace(config.trainer, val_before_train=False))
+    without_s = simulate(unhurried, settings).end.summary["trainer_wait_s"]
+    assert without_s["validation"] == 0
+    assert waits_s["validation"] > 1.0
+    assert waits_s["samples"] < without_s["samples"] * 1.2
 
 
 def test_the_same_error_in_two_loops_reports_the_first():

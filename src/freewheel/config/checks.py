@@ -232,6 +232,21 @@ def _check_deadlines(config: Config) -> Iterator[str]:
                 f"{inner} = {limits[inner]:g}, {outer} = {limits[outer]:g}: "
                 f"{inner} must be at most {outer}"
             )
+    yield from _check_watches(config)
+
+
+def _check_watches(config: Config) -> Iterator[str]:
+    """What watches others must leave them the time that their own limits give them."""
+    health, longest_s = config.health, config.longest_move_s
+    if health.stall_timeout_s is not None and health.stall_timeout_s < longest_s:
+        names = _values(config, "health.stall_timeout_s")
+        yield (
+            f"{names}: the other limits allow {longest_s:g} s before anything moves "
+            f"(health.*_timeout_s, rollout.timeout_s, 3 health.grace_s); at least that, or null"
+        )
+    if health.loop_blocked_s > health.loop_blocked_end_s:
+        names = _values(config, "health.loop_blocked_s", "health.loop_blocked_end_s")
+        yield f"{names}: the run would end before the block is reported; at most the latter"
 
 
 def _check_run(config: Config) -> Iterator[str]:

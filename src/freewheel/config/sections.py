@@ -359,9 +359,10 @@ class HealthConfig:
     """What happens when a stage has work but does not move within its limit: after a report, end
     the run; only report; or first replace what may hold it up (rollout workers), and end if that
     does not help."""
-    stall_timeout_s: Seconds = 3600.0
-    """Nothing at all has moved in the whole run for so long. At least as long as the longest thing
-    that counts as one move: a trainer step, a start-up, a rollout."""
+    stall_timeout_s: Seconds | None = None
+    """Nothing at all has moved in the whole run for so long. Unset: the longest that the other
+    limits allow between two moves, which it must not be below: a trainer step, a start-up or a
+    checkpoint's copy with a publication after it, a rollout, a trial; with 3 `grace_s`."""
     replica_stall_s: Seconds = 60.0
     """A replica that has requests to work on and has produced no token for so long, or that does
     not answer for so long while rollouts hold it, is replaced."""
@@ -468,6 +469,26 @@ class Config:
         if self.validation.mode is not None:
             return self.validation.mode
         return "parallel" if self.async_training.parallel_validate_and_rollout else "exclusive"
+
+    @property
+    def longest_move_s(self) -> float:
+        """Longest time that the other limits allow to pass before anything in the run moves."""
+        health = self.health
+        moves_s = [
+            health.startup_timeout_s + health.sync_timeout_s,
+            health.checkpoint_timeout_s + health.sync_timeout_s,
+            health.train_step_timeout_s,
+            health.prepare_timeout_s,
+            self.rollout.timeout_s,
+        ]
+        if self.data.val_files:
+            moves_s.append(self.trial_timeout_s)
+        return max(moves_s) + 3 * health.grace_s
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Nothing at all has moved in the whole run for so long: it is stalled."""
+        return self.health.stall_timeout_s or self.longest_move_s
 
     @property
     def trial_timeout_s(self) -> float:

@@ -225,7 +225,7 @@ class Controller:
             pool=self.pool,
             store=self.store,
             workers=self.workers,
-            rollouter=self.rollouter,
+            restarts=self.restarts,
             train=self.train,
             trainer=self.trainer,
             validator=self.validator,

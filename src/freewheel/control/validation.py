@@ -139,15 +139,19 @@ class Validator:
         try:
             while True:
                 await self._changed.until(lambda: self._queue or None)
-                await self._run_next()
+                # Still in the queue meanwhile, so that whatever ends the run leaves its row.
+                info = await self._workers.dataset(Split.VALIDATION, "validate")
+                if info is None:
+                    raise InvariantError("a validation is due but there are no held-out prompts")
+                await self._run_next(info.num_prompts)
         finally:
             for due in self._queue:
                 self.skip(due, "the run ended before it could start")
 
-    async def _run_next(self) -> None:
+    async def _run_next(self, num_prompts: int) -> None:
         due = self._current_due = self._queue.popleft()
         try:
-            await self._run_one(due)
+            await self._run_one(due, num_prompts)
         finally:
             self._store.release(due.version)
             self._current_due = self.current = None
@@ -162,15 +166,12 @@ class Validator:
                 lambda: True if is_stopped() or not (self.running or self._queue) else None
             )
 
-    async def _run_one(self, due: Due) -> None:
-        info = await self._workers.dataset(Split.VALIDATION, "validate")
-        if info is None:
-            raise InvariantError("a validation is due but there are no held-out prompts")
+    async def _run_one(self, due: Due, num_prompts: int) -> None:
         run = ValidationRun(
             self._config,
             step=due.step,
             version=due.version,
-            num_prompts=info.num_prompts,
+            num_prompts=num_prompts,
             placement=self._placement(),
             pool=self._pool,
             runner=self._runner,

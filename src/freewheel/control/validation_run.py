@@ -64,6 +64,7 @@ class ValidationRun:
         self.num_total = num_prompts * config.validation.n
         self.replica_s = 0.0
         self.status: Status = "partial"
+        self.is_draining = False
         self._reason = "the run ended"
         self._given_up = ""
         self._config = config
@@ -149,12 +150,14 @@ class ValidationRun:
 
     async def _drain_rollouts(self) -> None:
         """Wait until no rollout runs; each has a deadline of its own."""
+        self.is_draining = True
         with self._waits.waiting(
             self._name, "rollouts to drain", held_by=self._pool.busy_with, note=self._pool.describe
         ):
             await self._pool.changed.until(
                 lambda: True if self._pool.num_leases(Purpose.TRAINING) == 0 else None
             )
+        self.is_draining = False
 
     def _pin_replicas(self, count: int) -> None:
         if self._placement.mode == "dedicated":

@@ -98,6 +98,11 @@ class WorkerPool:
                 f"{datasets}, not {self.datasets}"
             )
 
+    @property
+    def num_serving(self) -> int:
+        """Workers that take work now."""
+        return sum(slot.worker is not None for slot in self.slots)
+
     def report_lost(self, worker: RolloutWorker, reason: str) -> None:
         """Take a worker out of service; its loop replaces it. Late reports are ignored."""
         slot = self.slots[worker.worker_id]
