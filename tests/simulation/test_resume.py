@@ -9,6 +9,8 @@ from freewheel.simulation.run import SimRun, simulate
 from tests.simulation.scenarios import (
     FIELD_MODES,
     check_samples,
+    check_staleness,
+    check_validations,
     random_config,
     random_settings,
     small_config,
@@ -28,6 +30,8 @@ def trained_steps(run: SimRun) -> list[int]:
 
 def check_story(config, run: SimRun) -> None:
     """The records of all lives together read as those of one run."""
+    check_staleness(config, run)
+    check_validations(config, run)
     run.trained.clear()  # they are those of the last life only
     check_samples(config, run)
     steps = trained_steps(run)

@@ -21,11 +21,15 @@ MAX_COPIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutState:
-    """The control plane's part of a cut; the references keep its bulk data alive until written."""
+    """The control plane's part of a cut; the references keep its bulk data alive until written.
+
+    `held` are the published versions, ascending, that differ from the trainer's weights and that
+    rollouts or validations need to go on.
+    """
 
     control: dict[str, Any]
     trajectories: Sequence[Ref]
-    published: Weights | None
+    held: Sequence[Weights]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,7 @@ class Checkpointer:
         ):
             folder = await self._store.begin(job.step)
             await self._trainer.write_state(
-                job.step, folder, job.state.trajectories, job.state.published
+                job.step, folder, job.state.trajectories, job.state.held
             )
             await self._recorder.flush()
             path = await self._store.commit(job.step, job.state.control)

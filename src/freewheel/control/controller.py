@@ -39,7 +39,7 @@ from freewheel.errors import (
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
 from freewheel.status import RunStatus
-from freewheel.types import Split
+from freewheel.types import Split, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,6 +414,7 @@ class Controller:
         ready = [group for group in self.ledger.open.values() if group.ready]
         datasets = self.workers.datasets or {}
         train_data = datasets.get(Split.TRAIN)
+        held = self._held_versions()
         control = {
             "format": 1,
             "structure": structure(self.config),
@@ -422,18 +423,31 @@ class Controller:
             "ledger": self.ledger.state(),
             "staleness": self.staleness.state(),
             "validations": self.validator.state(),
+            "held_versions": [weights.version for weights in held],
             "num_rows": self._recorder.num_rows(),
             "num_validations": self.validator.num_recorded,
             "checkpoints": list(self.checkpointer.saved_steps),
             "run_s": self.now_s(),
             "busy_s": self._busy_and_total_s(),
         }
-        between = train.steps_since_publish % self.train.trigger != 0
         return CutState(
             control=control,
             trajectories=tuple(ref for group in ready for ref in group.payloads),
-            published=self.store.latest if between else None,
+            held=held,
         )
+
+    def _held_versions(self) -> list[Weights]:
+        """Published versions, ascending, that a resumed run needs and the trainer has no more.
+
+        The one that rollouts go on with, between two publications; those of the validations.
+        """
+        train = self.train.state
+        wanted = {row["version"] for row in self.validator.state()}
+        if train.steps_since_publish % self.train.trigger != 0:
+            wanted.add(train.version)
+        if train.steps_since_publish == 0:
+            wanted.discard(train.version)
+        return [self.store.get(version) for version in sorted(wanted) if self.store.has(version)]
 
     def _restore(self, control: dict[str, Any]) -> None:
         """Take over the control plane's state of a checkpoint. Needs no worker."""
@@ -454,12 +468,23 @@ class Controller:
                 f"has {info.fingerprint} now"
             )
         self.ledger.attach(lambda ids: self.trainer.load_trajectories(resume.folder, ids))
-        state = self.train.state
-        for due in [Due(**row) for row in resume.control["validations"]]:
-            if due.version == state.version and not self.train.publication_due():
-                self.validator.request(step=due.step, version=due.version)
+        await self._take_up_validations(resume.control)
+
+    async def _take_up_validations(self, control: dict[str, Any]) -> None:
+        """Go on with the validations of the cut, as far as their weights are still there."""
+        version = self.train.state.version
+        kept: set[int] = set(control.get("held_versions", ()))
+        to_come = set[int]() if self.train.publication_due() else {version}
+        for due in sorted((Due(**row) for row in control["validations"]), key=lambda d: d.version):
+            if not self.config.data.val_files:
+                self.validator.skip(due, "the run was resumed without data.val_files")
+            elif due.version in kept | to_come:
+                self.validator.take_up(due)
             else:
                 self.validator.skip(due, "the run was resumed; its policy version is gone")
+        for older in sorted(kept - to_come):
+            if self.store.is_held(older):
+                await self.train.take_back(older)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ def make_stages(
         run = validator.current
         return validator.num_recorded, None if run is None else (run.step, run.num_moves)
 
+    def is_validating() -> bool:
+        return validator.current is not None and not validator.current.is_rejoining
+
     def everything() -> object:
         return (
             processes(),
@@ -96,7 +99,7 @@ def make_stages(
             name="validation",
             limit_s=config.validation.timeout_s + grace_s,
             setting="validation.timeout_s",
-            has_work=lambda: validator.current is not None,
+            has_work=is_validating,
             progress=validation,
             recover=workers.replace_all,
         ),

@@ -20,7 +20,7 @@ from freewheel.control.waits import WaitTable
 from freewheel.control.weight_store import WeightStore
 from freewheel.errors import InvariantError, StalledError
 from freewheel.protocols import Recorder, Trainer
-from freewheel.types import TrainRequest, TrainResult
+from freewheel.types import TrainRequest, TrainResult, Weights
 
 
 class Cuts(Protocol):
@@ -290,8 +290,28 @@ class TrainLoop:
         total = self._config.trainer.total_training_steps
         return total is not None and self.state.step >= total
 
+    async def take_back(self, version: int) -> None:
+        """Fetch a version that a checkpoint carries for a validation. Before the first publication.
+
+        Replicas get it when the validation pins them; for rollouts it is never the newest.
+        """
+        weights = await self._fetch(version, restored=True)
+        self._store.add_held(weights)
+        self._recorder.event("weights_taken_back", version=version, num_bytes=weights.num_bytes)
+
     async def publish(self, version: int, *, restored: bool = False) -> None:
         """Publish the trainer's weights under a version; or the one that a checkpoint carries."""
+        weights = await self._fetch(version, restored=restored)
+        if not restored:
+            self.state.version = version
+            self.state.steps_since_publish = 0
+        if not self._staleness.knows(version):
+            self._staleness.publish(version, num_trained=self._ledger.num_trained_groups)
+        self._store.add(weights)
+        self._pool.published(version)
+        self._recorder.event("weights_published", version=version, num_bytes=weights.num_bytes)
+
+    async def _fetch(self, version: int, *, restored: bool) -> Weights:
         limit_s = self._config.health.sync_timeout_s
         publish = self._trainer.publish_restored if restored else self._trainer.publish
         limited = self._waits.limited(
@@ -306,15 +326,7 @@ class TrainLoop:
         )
         with self._booked("sync"), self._timed("param_sync"):
             async with limited:
-                weights = await publish(version)
-        if not restored:
-            self.state.version = version
-            self.state.steps_since_publish = 0
-        if not self._staleness.knows(version):
-            self._staleness.publish(version, num_trained=self._ledger.num_trained_groups)
-        self._store.add(weights)
-        self._pool.published(version)
-        self._recorder.event("weights_published", version=version, num_bytes=weights.num_bytes)
+                return await publish(version)
 
     # -- records ------------------------------------------------------------------------------
 
