@@ -70,6 +70,16 @@ class Checkpointer:
                 await self._changed.until(lambda: True if self.num_copies < MAX_COPIES else None)
         state = self._collect()
         self.num_copies += 1
+        try:
+            await self._copy(step)
+        except BaseException:
+            self.num_copies -= 1
+            raise
+        taken_s = asyncio.get_running_loop().time()
+        self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
+        self._recorder.event("checkpoint_cut", step=step)
+
+    async def _copy(self, step: int) -> None:
         limit_s = self._config.health.checkpoint_timeout_s
         async with self._waits.limited(
             "train",
@@ -82,9 +92,6 @@ class Checkpointer:
             ),
         ):
             await self._trainer.copy_state(step)
-        taken_s = asyncio.get_running_loop().time()
-        self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
-        self._recorder.event("checkpoint_cut", step=step)
 
     async def run(self) -> None:
         """Write cuts, one after the other.

@@ -268,6 +268,20 @@ class Controller:
             self.ledger.changed.notify()
 
     async def _run_loops(self) -> None:
+        """All loops; that of the checkpoints outlives the others, to write what is already cut."""
+        try:
+            async with asyncio.TaskGroup() as writing:
+                checkpoints = self._guard("checkpoint", self.checkpointer.run())
+                write_task = writing.create_task(checkpoints, name="checkpoint")
+                await self._run_root()
+                if self._cause is not None and not write_task.done():
+                    await self._write_cuts_left()
+                write_task.cancel()
+        except* Exception as errors:  # noqa: BLE001 - kept as the cause that ends the run
+            if self._cause is None:
+                self._cause = first_leaf(errors)
+
+    async def _run_root(self) -> None:
         try:
             async with asyncio.TaskGroup() as root:
                 tasks = self._start_workers(root)
@@ -286,6 +300,16 @@ class Controller:
             if self._cause is None:
                 self._cause = first_leaf(errors)
 
+    async def _write_cuts_left(self) -> None:
+        """After a failure: the state of the cuts is whole, only their writing was under way."""
+        limit_s = self.config.health.shutdown_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.checkpointer.drain()
+        except TimeoutError:
+            with contextlib.suppress(RecordError):
+                self._recorder.event("checkpoint_overdue", limit_s=limit_s)
+
     def _start_workers(self, root: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         loops: dict[str, Coroutine[Any, Any, None]] = {
             **{replica.name: replica.run() for replica in self.replicas},
@@ -295,7 +319,6 @@ class Controller:
             },
             "validate": self.validator.run(),
             **self._health_loops(),
-            "checkpoint": self.checkpointer.run(),
         }
         return [root.create_task(self._guard(n, loop), name=n) for n, loop in loops.items()]
 
