@@ -98,20 +98,16 @@ def trained_samples(run: SimRun) -> list[tuple[object, ...]]:
 
 
 def kill_after_a_checkpoint(config, settings, whole: SimRun, rng: random.Random) -> SimRun:
-    """Up to three lives, each killed at a random moment; the first after a checkpoint."""
+    """One life, killed at a random moment after its first checkpoint."""
     events = whole.recorder.rows("events")
     first = next(row["t_s"] for row in events if row["event"] == "checkpoint_saved")
-    run = SimRun()
-    for earliest_s in (first + 1e-6, *[1.0] * rng.choice([0, 0, 1, 2])):
-        run = simulate(config, settings, run=run, kill_at_s=rng.uniform(earliest_s, whole.ended_s))
-        if run.end is not None:
-            break
+    run = simulate(config, settings, kill_at_s=rng.uniform(first + 1e-6, whole.ended_s - 1e-6))
+    assert run.end is None
     return run
 
 
 def test_on_policy_runs_killed_and_resumed_reach_the_same_weights():
-    """No generation is in flight at an on-policy cut: 100 runs, the digest of all training equal."""
-    num_killed = 0
+    """No generation is in flight at an on-policy cut: in 100 runs all training has one digest."""
     for seed in range(100):
         rng = random.Random(f"same/{seed}")
         config = random_config(rng, "on_policy", rng.choice(VALIDATION_MODES))
@@ -125,14 +121,14 @@ def test_on_policy_runs_killed_and_resumed_reach_the_same_weights():
             run = kill_after_a_checkpoint(config, settings, whole, rng)
             for text in run.checkpoints.saved.values():
                 assert json.loads(text)["ledger"]["open"] == []
-            num_killed += run.end is None
-            resumed = run if run.end is not None else finish(config, settings, run)
+            if rng.random() < 0.3:
+                run = simulate(config, settings, run=run, kill_at_s=rng.uniform(1.0, 20.0))
+            resumed = finish(config, settings, run)
             assert resumed.digest == whole.digest
             assert trained_samples(resumed) == trained_samples(whole)
         except BaseException as error:
             error.add_note(f"seed {seed}: {config}\n{settings}")
             raise
-    assert num_killed >= 80
 
 
 @pytest.mark.parametrize("mode", ["stream_off_policy", "async_stale", "async_partial"])
@@ -142,13 +138,14 @@ def test_runs_killed_with_generations_in_flight_train_on_the_same_prompts(mode):
         rng = random.Random(f"prompts/{mode}/{seed}")
         config = random_config(rng, mode, rng.choice(VALIDATION_MODES))
         config = replace(config, algorithm=replace(config.algorithm, filter_groups=False))
-        settings = random_settings(rng, seed, faults=False)
+        config = replace(config, trainer=replace(config.trainer, save_freq=1))
+        settings = replace(random_settings(rng, seed, faults=False), train_step_s=0.5, write_s=0.5)
         try:
             whole = finish(config, settings, SimRun())
             run = kill_after_a_checkpoint(config, settings, whole, rng)
             control = json.loads(run.checkpoints.saved[run.checkpoints.latest])
             num_in_flight += any(not group["ready"] for group in control["ledger"]["open"])
-            resumed = run if run.end is not None else finish(config, settings, run)
+            resumed = finish(config, settings, run)
             prompts = [
                 Counter(
                     (row["epoch"], row["prompt_index"])
@@ -161,4 +158,4 @@ def test_runs_killed_with_generations_in_flight_train_on_the_same_prompts(mode):
         except BaseException as error:
             error.add_note(f"seed {seed}: {config}\n{settings}")
             raise
-    assert num_in_flight >= 8
+    assert num_in_flight >= 5
