@@ -372,7 +372,8 @@ class HealthConfig:
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
     shutdown_timeout_s: Seconds = 25.0
-    """From a stop signal to the end, the last checkpoint included."""
+    """From a stop signal to the end, the last checkpoint included. After a failure: for a checkpoint
+    that was being written."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas and rollout workers, together, before the run ends."""
     max_failed_groups_in_a_row: Count = 128
