@@ -122,7 +122,9 @@ def main() -> None:
     info = ours.start(None)
     plain = PlainTrainer(folder, args)
     groups = make_groups(args)
-    request = TrainRequest(step=1, policy_version=0, payloads=(), mini_batch_groups=args.groups)
+    request = TrainRequest(
+        step=1, policy_version=0, payloads=(), mini_batch_groups=args.groups, num_tokens=0
+    )
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     for turn in range(args.turns + 1):
         for name, call in (

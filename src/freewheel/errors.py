@@ -9,7 +9,9 @@
     ├── LostError                       5   a worker died and could not be replaced
     │   ├── ReplicaLostError
     │   ├── RolloutWorkerLostError
-    │   └── TrainerLostError
+    │   ├── TrainerLostError
+    │   ├── TrajectoriesLostError
+    │   └── WeightsLostError
     ├── TrainingDivergedError           6   loss or gradient is not finite
     ├── CheckpointError                 7   a checkpoint could not be written or read
     ├── InvariantError                  8   our own bug: the books do not add up
@@ -83,6 +85,27 @@ class RolloutWorkerLostError(LostError):
 
 class TrainerLostError(LostError):
     """The trainer is gone."""
+
+
+class TrajectoriesLostError(LostError):
+    """Trajectories went down with the process or node that held them; their groups run again.
+
+    Args:
+        positions: which of the payloads that were asked for.
+        message: what happened.
+    """
+
+    def __init__(self, positions: tuple[int, ...], message: str) -> None:
+        super().__init__(message)
+        self.positions = positions
+
+    def __reduce__(self) -> tuple[type["TrajectoriesLostError"], tuple[tuple[int, ...], str]]:
+        """Both arguments: by default only an exception's message goes to another process."""
+        return type(self), (self.positions, str(self))
+
+
+class WeightsLostError(LostError):
+    """Published weights went down with the node that held them."""
 
 
 class TrainingDivergedError(FreewheelError):

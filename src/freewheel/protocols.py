@@ -50,6 +50,9 @@ class Replica(Protocol):
         """Fetch a version and activate it between two tokens; requests in flight go on.
 
         Returns when every token from now on is sampled under `weights.version`.
+
+        Raises:
+            WeightsLostError: the version is nowhere any more; the replica is as it was.
         """
         ...
 
@@ -142,10 +145,11 @@ class Trainer(Protocol):
         ...
 
     async def train_step(self, request: TrainRequest) -> TrainResult:
-        """Train on whole groups.
+        """Train on whole groups. The same requests in the same order give the same weights.
 
         Raises:
             TrainingDivergedError: loss or gradient is not finite.
+            TrajectoriesLostError: some payloads are gone; nothing was trained.
         """
         ...
 
@@ -176,6 +180,9 @@ class Trainer(Protocol):
 
         `held` are the published versions that a resumed run needs beside the trainer's weights.
         Runs beside `train_step`. Frees the copy, also when it fails.
+
+        Raises:
+            TrajectoriesLostError: some are gone; nothing was written, and the copy is kept.
         """
         ...
 

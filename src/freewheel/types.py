@@ -213,13 +213,14 @@ class TrainRequest:
     """One trainer step. `payloads` are references to `list[Trajectory]`, whole groups each.
 
     The groups are split, in order, into mini-batches of `mini_batch_groups` groups, one optimizer
-    step each.
+    step each. `num_tokens` counts prompts and responses.
     """
 
     step: int
     policy_version: int
     payloads: tuple[Ref, ...]
     mini_batch_groups: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,9 @@ async def world(tmp_path_factory):
 
 
 def train_request(step, payloads):
-    return TrainRequest(step=step, policy_version=0, payloads=payloads, mini_batch_groups=1)
+    return TrainRequest(
+        step=step, policy_version=0, payloads=payloads, mini_batch_groups=1, num_tokens=1
+    )
 
 
 async def test_start_answers_and_processes_are_told_apart(world):

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,10 +137,21 @@ class Watch:
         controller.ledger.issue = watched
 
 
-def run_and_check(config: Config, settings: SimSettings) -> SimRun:
-    """Simulate to the end, and check every promise."""
+def run_and_check(
+    config: Config,
+    settings: SimSettings,
+    *,
+    act: Callable[[Controller, FakeBackend], Any] | None = None,
+) -> SimRun:
+    """Simulate to the end, and check every promise. `act` may injure before the run starts."""
     watch = Watch()
-    run = simulate(config, settings, act=watch)
+
+    def begin(controller: Controller, backend: FakeBackend) -> None:
+        watch(controller, backend)
+        if act is not None:
+            act(controller, backend)
+
+    run = simulate(config, settings, act=begin)
     assert run.end is not None
     assert run.end.exit_code == 0, run.end.cause
     assert watch.max_open <= config.max_slots

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from freewheel.errors import TrainerLostError
 from freewheel.simulation.run import SimRun, simulate
 from freewheel.simulation.settings import Faults, Lengths
 from tests.simulation.scenarios import (
@@ -79,14 +80,15 @@ def row_of(run, step):
     return rows[0]
 
 
-def kill_in_validation(config, settings=SETTINGS, *, kept_some="done"):
+def kill_in_validation(config, settings=SETTINGS, *, kept_some="done", at_least=1):
     """Kill after the first checkpoint that was cut in a validation and keeps some of this."""
     whole = simulate(config, settings)
     assert whole.end.exit_code == 0, whole.end.cause
     for saved in events(whole, "checkpoint_saved"):
         run = simulate(config, settings, kill_at_s=saved["t_s"] + 0.01)
         due = half_done(kept(run))
-        if due and due["progress"][kept_some]:
+        enough = len(kept(run)["held_versions"]) >= at_least
+        if enough and due and due["progress"][kept_some]:
             return whole, run
     raise AssertionError("no checkpoint was cut while a validation ran")
 
@@ -185,6 +187,34 @@ def test_a_queued_validation_keeps_its_version_and_its_turn():
     assert rows[0]["ended_s"] <= rows[1]["started_s"]
     taken_back = [row["version"] for row in events(run, "weights_taken_back")]
     assert taken_back == [0, 1]
+
+
+@pytest.mark.parametrize("mode", ["stream_off_policy", "async_partial"])
+def test_a_trainer_that_is_lost_after_the_resume_leaves_the_validation_alone(mode):
+    """It starts again from the checkpoint, which carries several versions."""
+    config = small_config(mode, save_freq=1, test_freq=2)
+    whole, run = kill_in_validation(config, at_least=2)
+    lost = 0
+
+    def lose_trainer(controller, backend):
+        train_step = backend.fake_trainer.train_step
+
+        async def lose(request):
+            nonlocal lost
+            lost += 1
+            if lost > 1:
+                return await train_step(request)
+            raise TrainerLostError("the trainer died")
+
+        backend.fake_trainer.train_step = lose
+
+    run = simulate(config, SETTINGS, run=run, act=lose_trainer)
+    assert run.end.exit_code == 0, run.end.cause
+    assert lost == 1
+    assert run.end.summary["restarts"] == 1
+    assert row_of(run, 0)["score"] == row_of(whole, 0)["score"]
+    check_validations(config, run)
+    check_staleness(config, run)
 
 
 def never_return(prompt_index):

@@ -31,6 +31,10 @@ def step(
     core: TrainerCore, number: int, groups: list[list[Trajectory]], mini_batch_groups: int = 2
 ) -> TrainResult:
     request = TrainRequest(
-        step=number, policy_version=0, payloads=(), mini_batch_groups=mini_batch_groups
+        step=number,
+        policy_version=0,
+        payloads=(),
+        mini_batch_groups=mini_batch_groups,
+        num_tokens=sum(len(t.token_ids) for group in groups for t in group),
     )
     return core.train_step(request, groups)

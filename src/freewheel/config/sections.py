@@ -372,10 +372,13 @@ class HealthConfig:
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
     shutdown_timeout_s: Seconds = 25.0
-    """From a stop signal to the end, the last checkpoint included. After a failure: for a checkpoint
-    that was being written."""
+    """From a stop signal to the end, the last checkpoint included; after a failure, for the writing
+    of checkpoints that are cut already."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    trainer_replay_bytes: Count = 1 << 32
+    """Trajectories kept since the newest checkpoint, to bring a lost trainer back to where it was
+    (20 bytes a token). When a save interval trains on more, a lost trainer ends the run."""
     max_failed_groups_in_a_row: Count = 128
     """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3

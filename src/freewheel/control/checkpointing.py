@@ -6,15 +6,20 @@ most two copies exist: one that is being written and one that waits.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from freewheel.config.sections import Config
+from freewheel.control.ledger import without_outcomes
+from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.waits import Channel, Signal, WaitTable
-from freewheel.errors import CheckpointError
-from freewheel.protocols import CheckpointStore, Recorder, Trainer
+from freewheel.errors import CheckpointError, TrajectoriesLostError
+from freewheel.protocols import CheckpointStore, Recorder
 from freewheel.types import Ref, Weights
+
+T = TypeVar("T")
 
 MAX_COPIES = 2
 
@@ -24,12 +29,26 @@ class CutState:
     """The control plane's part of a cut; the references keep its bulk data alive until written.
 
     `held` are the published versions, ascending, that differ from the trainer's weights and that
-    rollouts or validations need to go on.
+    rollouts or validations need to go on. `trajectories` are those of the ready groups, and
+    `owners` the group ids, one each.
     """
 
     control: dict[str, Any]
     trajectories: Sequence[Ref]
+    owners: Sequence[int]
     held: Sequence[Weights]
+
+    def without(self, positions: Sequence[int]) -> "CutState":
+        """The cut with the groups of these trajectories as not finished."""
+        lost = {self.owners[position] for position in positions}
+        kept = [i for i, owner in enumerate(self.owners) if owner not in lost]
+        ledger = self.control["ledger"]
+        return CutState(
+            control={**self.control, "ledger": without_outcomes(ledger, lost)},
+            trajectories=[self.trajectories[i] for i in kept],
+            owners=[self.owners[i] for i in kept],
+            held=self.held,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +65,7 @@ class Checkpointer:
         self,
         config: Config,
         *,
-        trainer: Trainer,
+        trainer: TrainerKeeper,
         store: CheckpointStore,
         collect: Callable[[], CutState],
         waits: WaitTable,
@@ -71,27 +90,13 @@ class Checkpointer:
         state = self._collect()
         self.num_copies += 1
         try:
-            await self._copy(step)
+            await self._trainer.copy_state(step)
         except BaseException:
             self.num_copies -= 1
             raise
         taken_s = asyncio.get_running_loop().time()
         self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
         self._recorder.event("checkpoint_cut", step=step)
-
-    async def _copy(self, step: int) -> None:
-        limit_s = self._config.health.checkpoint_timeout_s
-        async with self._waits.limited(
-            "train",
-            "checkpoint copy",
-            held_by=("trainer",),
-            timeout_s=limit_s,
-            otherwise=lambda: CheckpointError(
-                f"checkpoint of step {step}: not copied within {limit_s:g} s "
-                "(health.checkpoint_timeout_s)"
-            ),
-        ):
-            await self._trainer.copy_state(step)
 
     async def run(self) -> None:
         """Write cuts, one after the other.
@@ -107,23 +112,11 @@ class Checkpointer:
             self._changed.notify()
 
     async def _write(self, job: _Job) -> None:
-        limit_s = self._config.health.checkpoint_timeout_s
-        async with self._waits.limited(
-            "checkpoint",
-            f"write of step {job.step}",
-            held_by=("trainer", "disk"),
-            timeout_s=limit_s,
-            otherwise=lambda: CheckpointError(
-                f"checkpoint of step {job.step}: not written within {limit_s:g} s "
-                "(health.checkpoint_timeout_s); the previous one is untouched"
-            ),
-        ):
-            folder = await self._store.begin(job.step)
-            await self._trainer.write_state(
-                job.step, folder, job.state.trajectories, job.state.held
-            )
-            await self._recorder.flush()
-            path = await self._store.commit(job.step, job.state.control)
+        folder = await self._on_disk(job, "folder", self._store.begin(job.step))
+        state = await self._write_state(job, folder)
+        await self._on_disk(job, "records", self._recorder.flush())
+        path = await self._on_disk(job, "manifest", self._store.commit(job.step, state.control))
+        self._trainer.saved(job.step, path)
         self.saved_steps.append(job.step)
         self._recorder.event(
             "checkpoint_saved",
@@ -131,6 +124,33 @@ class Checkpointer:
             path=str(path),
             wall_s=round(asyncio.get_running_loop().time() - job.taken_s, 6),
         )
+
+    async def _write_state(self, job: _Job, folder: Path) -> CutState:
+        """The trainer's part; groups whose trajectories are lost run again after a resume."""
+        state = job.state
+        while True:
+            try:
+                await self._trainer.write_state(job.step, folder, state.trajectories, state.held)
+            except TrajectoriesLostError as error:
+                state = state.without(error.positions)
+                self._recorder.event("trajectories_lost", step=job.step, reason=str(error))
+            else:
+                return state
+
+    async def _on_disk(self, job: _Job, what: str, write: Awaitable[T]) -> T:
+        """Something that this process writes."""
+        limit_s = self._config.health.checkpoint_timeout_s
+        async with self._waits.limited(
+            "checkpoint",
+            f"{what} of step {job.step}",
+            held_by=("disk",),
+            timeout_s=limit_s,
+            otherwise=lambda: CheckpointError(
+                f"checkpoint of step {job.step}: {what} not written within {limit_s:g} s "
+                "(health.checkpoint_timeout_s); the previous one is untouched"
+            ),
+        ):
+            return await write
 
     async def drain(self) -> None:
         """Wait until every cut is written."""

@@ -26,8 +26,9 @@ from freewheel.control.stages import make_stages
 from freewheel.control.staleness import StalenessBound
 from freewheel.control.status_report import StatusReport
 from freewheel.control.train_loop import TrainLoop, TrainState
+from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.validation import Due, Validator
-from freewheel.control.waits import Signal, WaitTable, because
+from freewheel.control.waits import Signal, WaitTable
 from freewheel.control.watchdog import Reporter, Watchdog
 from freewheel.control.weight_store import WeightStore
 from freewheel.control.worker_pool import WorkerPool
@@ -35,7 +36,6 @@ from freewheel.errors import (
     CheckpointError,
     LoopEndedError,
     RecordError,
-    StartupError,
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
 from freewheel.status import RunStatus
@@ -144,16 +144,26 @@ class Controller:
             recorder=recorder,
             changed=changed,
         )
+        self.trainer = TrainerKeeper(
+            backend.trainer,
+            health=health,
+            restarts=self.restarts,
+            waits=waits,
+            recorder=recorder,
+            on_republished=self.store.renew,
+        )
         self.replicas = [
             ReplicaLoop(
                 replica_id,
                 backend=backend,
                 pool=self.pool,
                 store=self.store,
+                trainer=self.trainer,
                 restarts=self.restarts,
                 health=health,
                 waits=waits,
                 recorder=recorder,
+                give_up=lambda version, reason: self.validator.give_up(version, reason),
             )
             for replica_id in self.pool.slots
         ]
@@ -185,7 +195,6 @@ class Controller:
             now_s=self.now_s,
             changed=changed,
         )
-        self.trainer = backend.trainer()
         self.checkpointer = Checkpointer(
             config,
             trainer=self.trainer,
@@ -218,6 +227,7 @@ class Controller:
             workers=self.workers,
             rollouter=self.rollouter,
             train=self.train,
+            trainer=self.trainer,
             validator=self.validator,
             checkpointer=self.checkpointer,
             is_ending=lambda: self._ending,
@@ -357,7 +367,7 @@ class Controller:
         raise LoopEndedError(f"loop {name} ended before the run did")
 
     async def _train(self, root: asyncio.TaskGroup, tasks: list[asyncio.Task[None]]) -> None:
-        await self._start_trainer()
+        await self.trainer.start(self._resume and self._resume.folder)
         if self._validate_only is not None:
             await self._validate(self._validate_only)
             return
@@ -378,23 +388,6 @@ class Controller:
         await self.train.publish(due.version)
         self.validator.request(step=due.step, version=due.version)
         await self.validator.drain(lambda: self._stop_signal is not None)
-
-    async def _start_trainer(self) -> None:
-        limit_s = self.config.health.startup_timeout_s
-        folder = self._resume and self._resume.folder
-        async with self.waits.limited(
-            "train",
-            "the trainer's process and model",
-            held_by=("trainer",),
-            note=lambda: self.trainer.waiting_for,
-            timeout_s=limit_s,
-            otherwise=lambda: StartupError(
-                f"the trainer did not come up within {limit_s:g} s (health.startup_timeout_s)"
-                f"{because(self.trainer.waiting_for)}"
-            ),
-        ):
-            info = await self.trainer.start(folder)
-        self._recorder.event("trainer_up", **asdict(info))
 
     async def _report(self, on_status: Callable[[RunStatus], None]) -> None:
         """Say how the run stands.
@@ -456,6 +449,7 @@ class Controller:
         return CutState(
             control=control,
             trajectories=tuple(ref for group in ready for ref in group.payloads),
+            owners=tuple(group.group_id for group in ready for _ in group.payloads),
             held=held,
         )
 

@@ -6,7 +6,7 @@ methods only, on the event loop's thread. Its state is part of every checkpoint.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -198,6 +198,19 @@ class Ledger:
         self.failed_in_a_row = self.filtered_in_a_row = 0
         self._moved()
 
+    def run_again(self, group_ids: Sequence[int]) -> list[Group]:
+        """Open groups again whose trajectories are lost; their members have further attempts."""
+        groups = [self.open[group_id] for group_id in group_ids]
+        for group in groups:
+            if not group.ready:
+                raise InvariantError(f"group {group.group_id} is not ready, nothing of it is lost")
+            group.ready = False
+            group.outcomes.clear()
+            group.payloads.clear()
+        self.num_ready -= len(groups)
+        self._moved()
+        return groups
+
     # -- closing ------------------------------------------------------------------------------
 
     def train(self, group_ids: Sequence[int], step: int) -> None:
@@ -341,6 +354,17 @@ class Ledger:
         refs = load([group.group_id for group in ready]) if ready else []
         for group, ref in zip(ready, refs, strict=True):
             group.payloads = [ref]
+
+
+def without_outcomes(state: dict[str, Any], group_ids: Collection[int]) -> dict[str, Any]:
+    """A ledger's `state()` in which these groups are not finished: they run again."""
+
+    def reopened(row: dict[str, Any]) -> dict[str, Any]:
+        if row["group_id"] not in group_ids:
+            return row
+        return {**{k: v for k, v in row.items() if k != "outcomes"}, "ready": False}
+
+    return {**state, "open": [reopened(row) for row in state["open"]]}
 
 
 def _group_state(group: Group) -> dict[str, Any]:

@@ -168,6 +168,11 @@ class Pool:
         slot.updating_to = None
         self.changed.notify()
 
+    def cancel_update(self, replica_id: int) -> None:
+        """The version could not be had; the replica is as it was."""
+        self.slots[replica_id].updating_to = None
+        self.changed.notify()
+
     def _is_draining(self, slot: Slot) -> bool:
         """True if running leases keep it from the version that it should hold."""
         target = self.target_version(slot)

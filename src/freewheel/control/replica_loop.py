@@ -4,14 +4,17 @@ One such loop a replica, so that none waits for another's weight sync.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from freewheel.config.sections import HealthConfig
 from freewheel.control.pool import Pool
 from freewheel.control.restarts import Restarts
+from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.waits import WaitTable, because
 from freewheel.control.weight_store import WeightStore
-from freewheel.errors import ReplicaLostError, StartupError
+from freewheel.errors import ReplicaLostError, StartupError, WeightsLostError
 from freewheel.protocols import Backend, Recorder, Replica
+from freewheel.types import Weights
 
 
 class ReplicaLoop:
@@ -24,20 +27,24 @@ class ReplicaLoop:
         backend: Backend,
         pool: Pool,
         store: WeightStore,
+        trainer: TrainerKeeper,
         restarts: Restarts,
         health: HealthConfig,
         waits: WaitTable,
         recorder: Recorder,
+        give_up: Callable[[int, str], None],
     ) -> None:
         self.name = f"replica-{replica_id}"
         self._replica_id = replica_id
         self._backend = backend
         self._pool = pool
         self._store = store
+        self._trainer = trainer
         self._restarts = restarts
         self._health = health
         self._waits = waits
         self._recorder = recorder
+        self._give_up = give_up
 
     async def run(self) -> None:
         """Keep the replica alive and at the version that it should hold.
@@ -80,7 +87,13 @@ class ReplicaLoop:
             version = await self._pool.changed.until(lambda: self._next_update(replica))
             self._pool.begin_update(self._replica_id, version)
             began_s = asyncio.get_running_loop().time()
-            await self._update(replica, version)
+            weights = self._store.get(version)
+            try:
+                await self._update(replica, weights)
+            except WeightsLostError as lost:
+                self._pool.cancel_update(self._replica_id)
+                await self._renew(weights, lost)
+                continue
             if self._pool.slots[self._replica_id].replica is not replica:
                 raise ReplicaLostError(f"{self.name} was reported lost while it loaded weights")
             self._pool.end_update(self._replica_id, version)
@@ -91,14 +104,21 @@ class ReplicaLoop:
                 wall_s=round(asyncio.get_running_loop().time() - began_s, 6),
             )
 
+    async def _renew(self, weights: Weights, lost: WeightsLostError) -> None:
+        """Have the weights published again; one that nobody can publish again is given up."""
+        self._recorder.event("weights_lost", version=weights.version, reason=str(lost))
+        if weights is not self._store.latest:
+            self._give_up(weights.version, str(lost))
+        else:
+            await self._trainer.renew(lost, waiter=self.name)
+
     def _next_update(self, replica: Replica) -> int | None:
         if self._pool.slots[self._replica_id].replica is not replica:
             raise ReplicaLostError(f"{self.name} was reported lost")
         return self._pool.due_update(self._replica_id)
 
-    async def _update(self, replica: Replica, version: int) -> None:
-        limit_s = self._health.sync_timeout_s
-        weights = self._store.get(version)
+    async def _update(self, replica: Replica, weights: Weights) -> None:
+        limit_s, version = self._health.sync_timeout_s, weights.version
         async with self._waits.limited(
             self.name,
             f"weights of version {version}",

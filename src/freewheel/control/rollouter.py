@@ -6,7 +6,7 @@ replica, runs the members, tries again what may be tried again, and closes or re
 
 import asyncio
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from freewheel.config.sections import Config
@@ -119,8 +119,9 @@ class Rollouter:
         runner: GroupRunner,
         waits: WaitTable,
     ) -> None:
-        self.ended = False
         self._running: set[int] = set()
+        self._again: deque[Group] = deque()
+        self._prompts_ended = False
         self.num_finished_samples = 0
         self.num_finished_tokens = 0
         self._config = config
@@ -149,9 +150,9 @@ class Rollouter:
         Waits for: a prompt; a slot within the staleness bound; a replica; running groups.
         Unblocked by: feed, train (groups trained), replicas (versions activated), validate.
         """
+        self.run_again([g for g in self._ledger.open.values() if not g.ready])
         async with asyncio.TaskGroup() as groups:
-            for group in [g for g in self._ledger.open.values() if not g.ready]:
-                groups.create_task(self._rerun_group(group), name=f"group-{group.group_id}")
+            groups.create_task(self._run_lost_groups(groups), name="lost-groups")
             async for queued in self._feed.prompts:
                 prompt = queued.prompt
                 if prompt.failure is not None or self._ledger.is_set_aside(prompt.prompt_index):
@@ -166,8 +167,31 @@ class Rollouter:
                     max_staleness=self._config.async_training.staleness_bound,
                 )
                 groups.create_task(self._run_group(group, lease), name=f"group-{group.group_id}")
-        self.ended = True
+            self._prompts_ended = True
+            self._ledger.changed.notify()
+
+    def run_again(self, groups: Sequence[Group]) -> None:
+        """Run groups of the ledger that have lost what they had."""
+        self._again.extend(groups)
         self._ledger.changed.notify()
+
+    async def _run_lost_groups(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the groups given to `run_again`, until no group can be lost any more."""
+        while True:
+            await self._ledger.changed.until(
+                lambda: (
+                    True if self._again or (self._prompts_ended and not self._ledger.open) else None
+                )
+            )
+            if not self._again:
+                return
+            group = self._again.popleft()
+            tasks.create_task(self._rerun_group(group), name=f"group-{group.group_id}")
+
+    @property
+    def ended(self) -> bool:
+        """True while no group runs and none will come: the ready ones are all there are."""
+        return self._prompts_ended and self._ledger.num_ready == len(self._ledger.open)
 
     @property
     def num_running(self) -> int:

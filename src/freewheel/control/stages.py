@@ -12,6 +12,7 @@ from freewheel.control.ledger import Ledger
 from freewheel.control.pool import NO_VERSION, Pool
 from freewheel.control.rollouter import Rollouter
 from freewheel.control.train_loop import TrainLoop
+from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.validation import Validator
 from freewheel.control.watchdog import Stage
 from freewheel.control.weight_store import WeightStore
@@ -27,6 +28,7 @@ def make_stages(
     workers: WorkerPool,
     rollouter: Rollouter,
     train: TrainLoop,
+    trainer: TrainerKeeper,
     validator: Validator,
     checkpointer: Checkpointer,
     is_ending: Callable[[], bool],
@@ -55,6 +57,7 @@ def make_stages(
             validation(),
             ledger.num_moves,
             train.state.step,
+            trainer.num_moves,
             len(checkpointer.saved_steps),
         )
 
@@ -85,8 +88,15 @@ def make_stages(
             name="training",
             limit_s=health.train_step_timeout_s + grace_s,
             setting="health.train_step_timeout_s",
-            has_work=lambda: train.is_training,
+            has_work=lambda: train.is_training and not trainer.is_replacing,
             progress=lambda: train.state.step,
+        ),
+        Stage(
+            name="the trainer's replacement",
+            limit_s=health.startup_timeout_s + health.train_step_timeout_s + grace_s,
+            setting="health.startup_timeout_s + health.train_step_timeout_s",
+            has_work=lambda: trainer.is_replacing,
+            progress=lambda: trainer.num_moves,
         ),
         Stage(
             name="weight sync",
@@ -107,7 +117,7 @@ def make_stages(
             name="checkpoint",
             limit_s=health.checkpoint_timeout_s + grace_s,
             setting="health.checkpoint_timeout_s",
-            has_work=lambda: checkpointer.num_copies > 0,
+            has_work=lambda: checkpointer.num_copies > 0 and not trainer.is_replacing,
             progress=lambda: len(checkpointer.saved_steps),
         ),
         Stage(

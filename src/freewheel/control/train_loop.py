@@ -16,10 +16,11 @@ from freewheel.control.pool import Pool
 from freewheel.control.rollouter import Admission, Rollouter
 from freewheel.control.staleness import BatchRule, StalenessBound, choose_batch
 from freewheel.control.step_metrics import group_metrics
+from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.waits import WaitTable
 from freewheel.control.weight_store import WeightStore
-from freewheel.errors import InvariantError, StalledError
-from freewheel.protocols import Recorder, Trainer
+from freewheel.errors import InvariantError, TrajectoriesLostError
+from freewheel.protocols import Recorder
 from freewheel.types import TrainRequest, TrainResult, Weights
 
 
@@ -64,7 +65,7 @@ class TrainLoop:
         self,
         config: Config,
         *,
-        trainer: Trainer,
+        trainer: TrainerKeeper,
         ledger: Ledger,
         pool: Pool,
         store: WeightStore,
@@ -134,8 +135,8 @@ class TrainLoop:
         Unblocked by: rollouter.
         """
         while (group_ids := await self._take_batch()) is not None:
-            await self._train(group_ids)
-            await self._after_step()
+            if await self._train(group_ids):
+                await self._after_step()
 
     async def finish(self) -> None:
         """After the last step: what was not due by its frequency. After a stop: only the cut."""
@@ -213,37 +214,41 @@ class TrainLoop:
             f"running, {self._config.groups_per_step} wanted"
         )
 
-    async def _train(self, group_ids: Sequence[int]) -> None:
+    async def _train(self, group_ids: Sequence[int]) -> bool:
+        """One step; False if trajectories were lost, so that their groups run again first."""
         groups = [self._ledger.open[group_id] for group_id in group_ids]
         self._check_staleness(groups)
-        request = TrainRequest(
-            step=self.state.step + 1,
-            policy_version=self.state.version,
-            payloads=tuple(ref for group in groups for ref in group.payloads),
-            mini_batch_groups=self._config.actor.ppo_mini_batch_size,
-        )
+        request = self._request(groups)
         self.is_training = True
-        with self._timed("update_actor"):
-            result = await self._call_trainer(request)
-        self.is_training = False
+        try:
+            with self._timed("update_actor"):
+                result = await self._trainer.train_step(request)
+        except TrajectoriesLostError as error:
+            self._run_again(groups, error)
+            return False
+        finally:
+            self.is_training = False
         self._ledger.train(group_ids, request.step)
         self.state.step = request.step
         self.state.steps_since_publish += 1
         self._record(groups, result)
+        return True
 
-    async def _call_trainer(self, request: TrainRequest) -> TrainResult:
-        limit_s = self._config.health.train_step_timeout_s
-        async with self._waits.limited(
-            "train",
-            f"step {request.step}",
-            held_by=("trainer",),
-            timeout_s=limit_s,
-            otherwise=lambda: StalledError(
-                f"trainer: step {request.step} not done within {limit_s:g} s "
-                "(health.train_step_timeout_s)"
-            ),
-        ):
-            return await self._trainer.train_step(request)
+    def _request(self, groups: Sequence[Group]) -> TrainRequest:
+        outcomes = [outcome for group in groups for outcome in group.finished]
+        return TrainRequest(
+            step=self.state.step + 1,
+            policy_version=self.state.version,
+            payloads=tuple(ref for group in groups for ref in group.payloads),
+            mini_batch_groups=self._config.actor.ppo_mini_batch_size,
+            num_tokens=sum(o.num_prompt_tokens + o.num_response_tokens for o in outcomes),
+        )
+
+    def _run_again(self, groups: Sequence[Group], error: TrajectoriesLostError) -> None:
+        owners = [group.group_id for group in groups for _ in group.payloads]
+        lost = sorted({owners[position] for position in error.positions})
+        self._recorder.event("trajectories_lost", groups=lost, reason=str(error))
+        self._rollouter.run_again(self._ledger.run_again(lost))
 
     def _check_staleness(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -312,21 +317,9 @@ class TrainLoop:
         self._recorder.event("weights_published", version=version, num_bytes=weights.num_bytes)
 
     async def _fetch(self, version: int, *, restored: bool) -> Weights:
-        limit_s = self._config.health.sync_timeout_s
         publish = self._trainer.publish_restored if restored else self._trainer.publish
-        limited = self._waits.limited(
-            "train",
-            f"publication of version {version}",
-            held_by=("trainer",),
-            timeout_s=limit_s,
-            otherwise=lambda: StalledError(
-                f"trainer: version {version} not published within {limit_s:g} s "
-                "(health.sync_timeout_s)"
-            ),
-        )
         with self._booked("sync"), self._timed("param_sync"):
-            async with limited:
-                return await publish(version)
+            return await publish(version)
 
     # -- records ------------------------------------------------------------------------------
 

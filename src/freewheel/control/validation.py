@@ -107,6 +107,15 @@ class Validator:
         self._changed.notify()
         return True
 
+    def give_up(self, version: int, reason: str) -> None:
+        """End the validation of a version whose weights are nowhere any more, with what it has."""
+        if self.current is not None and self.current.version == version:
+            self.current.give_up(reason)
+        for due in [due for due in self._queue if due.version == version]:
+            self._queue.remove(due)
+            self._store.release(version)
+            self.skip(due, reason)
+
     def skip(self, due: Due, reason: str) -> None:
         """Record a validation that does not take place."""
         now_s = self._now_s()

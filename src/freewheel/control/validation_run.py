@@ -68,6 +68,7 @@ class ValidationRun:
         self.status: Status = "partial"
         self.is_rejoining = False
         self._reason = "the run ended"
+        self._given_up = ""
         self._config = config
         self._data = data
         self._placement = placement
@@ -120,7 +121,17 @@ class ValidationRun:
             self._reason = f"not done within {limit_s:g} s (validation.timeout_s)"
             self._recorder.event("validation_timeout", step=self.step, waits=self._waits.describe())
             return
+        if self._given_up:
+            self._reason = self._given_up
+            return
         self._set_status()
+
+    def give_up(self, reason: str) -> None:
+        """Start no further trial; the result is what is done when those under way have ended."""
+        self._given_up = reason
+        self._pending.clear()
+        self._pin.num_pending = 0
+        self._pool.changed.notify()
 
     def _set_status(self) -> None:
         missing = {str(failure): num for failure, num in sorted(self._num_failed().items())}
@@ -268,7 +279,7 @@ class ValidationRun:
             for outcome in result.outcomes
             if self._take(by_id[outcome.sample_id], outcome)
         ]
-        if again:
+        if again and not self._given_up:
             self._pending.append(again)
             self._pin.num_pending = len(self._pending)
         self._pool.changed.notify()

@@ -47,6 +47,13 @@ class WeightStore:
         """True if the weights of this version are kept."""
         return version in self._weights
 
+    def renew(self, weights: Weights) -> None:
+        """Take new references to a version that is kept; the old ones may lead nowhere."""
+        if weights.version in self._weights:
+            self._weights[weights.version] = weights
+        if self._latest is not None and self._latest.version == weights.version:
+            self._latest = weights
+
     def get(self, version: int) -> Weights:
         """The weights of a version that is the newest or held."""
         if version not in self._weights:

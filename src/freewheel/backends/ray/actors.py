@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, WorkerCrashedError
 
 from freewheel.backends.ray.cores import Cores, Loaded, load
 from freewheel.backends.ray.generator import RayGenerator
 from freewheel.backends.ray.translate import Answer, Handle, translate
 from freewheel.config.sections import Config
-from freewheel.errors import FreewheelError, LostError
+from freewheel.errors import FreewheelError, LostError, TrajectoriesLostError
 from freewheel.types import (
     DatasetInfo,
     Generation,
@@ -51,6 +51,7 @@ _ray: Any = ray  # half typed, which a strict checker cannot use
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LOST = (ObjectLostError, RayActorError, WorkerCrashedError)
 A = TypeVar("A", bound="WorkerActor")
 
 
@@ -250,8 +251,28 @@ class TrainerActor(WorkerActor):
 
 
 def _fetch(refs: Sequence[Ref]) -> list[list[Trajectory]]:
-    """Resolve payloads, in a thread where waiting blocks nobody."""
-    return _ray.get(list(refs))
+    """Resolve payloads, in a thread where waiting blocks nobody.
+
+    Raises:
+        TrajectoriesLostError: the process or node that held some of them is gone.
+    """
+    try:
+        return _ray.get(list(refs))
+    except _LOST:
+        lost = {position: error for position, ref in enumerate(refs) if (error := _why_lost(ref))}
+    if not lost:
+        return _ray.get(list(refs))
+    raise TrajectoriesLostError(
+        tuple(lost), f"{len(lost)} of {len(refs)} payloads are gone: {next(iter(lost.values()))}"
+    )
+
+
+def _why_lost(ref: Ref) -> str:
+    try:
+        _ray.get(ref)
+    except _LOST as error:
+        return type(error).__name__
+    return ""
 
 
 def _by_group(payloads: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:

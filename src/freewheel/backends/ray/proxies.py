@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from freewheel.backends.ray.process import RemoteProcess
 from freewheel.backends.ray.translate import Answer
-from freewheel.errors import InvariantError
+from freewheel.errors import InvariantError, LostError, ReplicaLostError, WeightsLostError
 from freewheel.protocols import Replica
 from freewheel.types import (
     DatasetInfo,
@@ -56,7 +56,12 @@ class RayReplica:
 
     async def update_weights(self, weights: Weights) -> None:
         """Activate a version; the weights go from the trainer's node to the replica's directly."""
-        await self.process.call("update_weights", weights.version, weights.ref)
+        try:
+            await self.process.call("update_weights", weights.version, weights.ref)
+        except ReplicaLostError:
+            raise
+        except LostError as error:
+            raise WeightsLostError(f"weights of version {weights.version}: {error}") from error
 
     async def stats(self) -> ReplicaStats:
         """Counters of the engine."""

@@ -1,0 +1,397 @@
+"""Keeps the trainer alive: one that is lost is replaced and brought back to where it was.
+
+The keeper is the trainer that the other roles see; it sets the deadlines of its calls. A lost or
+overdue trainer is killed, started again from the newest checkpoint, and trained again on the same
+batches in the same order (the journal), so that nothing outside of it changes: no sample is counted
+twice, no version is another one than before, rollouts and validation go on meanwhile. On the CPU
+the weights are the same bit for bit. A call that loses the trainer again and again ends the run.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from freewheel.config.sections import HealthConfig
+from freewheel.control.restarts import Restarts
+from freewheel.control.waits import WaitTable, because
+from freewheel.errors import (
+    CheckpointError,
+    FreewheelError,
+    StalledError,
+    StartupError,
+    TrainerLostError,
+    TrajectoriesLostError,
+    WeightsLostError,
+)
+from freewheel.protocols import Recorder, Trainer
+from freewheel.types import Ref, TrainerInfo, TrainRequest, TrainResult, Weights
+
+T = TypeVar("T")
+
+_BYTES_PER_TOKEN = 20
+"""What a token takes in a trajectory: id, log-probability, mask and version."""
+_MAX_LOSSES = 3
+"""Of trainers over one call, in a row: more is no accident, the call kills the trainer."""
+
+
+class OverdueError(Exception):
+    """A call to the trainer was not answered within its limit; `error` is what that amounts to."""
+
+    def __init__(self, error: FreewheelError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call, as the wait table and messages name it."""
+
+    waiter: str
+    what: str
+    limit_s: float
+    overdue: FreewheelError
+
+
+@dataclass(slots=True, kw_only=True)
+class _Published:
+    """The newest publication: its version, and the step after which it was made."""
+
+    version: int
+    step: int
+
+
+class TrainerKeeper:
+    """See the module's docstring.
+
+    Args:
+        make: makes a trainer that is yet to be started.
+        health: limits.
+        restarts: the run's allowance of replacements.
+        waits: the wait table.
+        recorder: takes the events.
+        on_republished: is given the newest published weights again after a replacement, as the
+            first ones may have been lost with the trainer's node.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Trainer],
+        *,
+        health: HealthConfig,
+        restarts: Restarts,
+        waits: WaitTable,
+        recorder: Recorder,
+        on_republished: Callable[[Weights], None],
+    ) -> None:
+        self.num_moves = 0
+        self.is_replacing = False
+        self._make = make
+        self._health = health
+        self._restarts = restarts
+        self._waits = waits
+        self._recorder = recorder
+        self._on_republished = on_republished
+        self._trainer = make()
+        self._replacing = asyncio.Lock()
+        self._journal: deque[TrainRequest] = deque()
+        self._journal_bytes = 0
+        self._journal_from = 0
+        self._saved_step = 0
+        self._saved_folder: Path | None = None
+        self._num_lost: Counter[str] = Counter()
+        self._copies: set[int] = set()
+        self._carried: dict[int, set[int]] = {}
+        self._published: _Published | None = None
+        self._step = 0
+
+    @property
+    def waiting_for(self) -> str:
+        """What a start that is under way waits for; empty if it waits for nothing."""
+        return self._trainer.waiting_for
+
+    async def start(self, checkpoint: Path | None) -> None:
+        """Bring the first trainer up, from a checkpoint's folder if one is given.
+
+        Raises:
+            StartupError: it did not come up within `health.startup_timeout_s`.
+        """
+        info = await self._start(checkpoint, waiter="train")
+        self._saved_folder, self._saved_step = checkpoint, info.step
+        self._step = self._journal_from = info.step
+
+    async def train_step(self, request: TrainRequest) -> TrainResult:
+        """Train on whole groups, and remember them until a checkpoint holds what they taught."""
+        call = self._training(request.step, "train")
+        result = await self._answer(call, lambda trainer: trainer.train_step(request))
+        self._step = request.step
+        self._remember(request)
+        return result
+
+    async def publish(self, version: int) -> Weights:
+        """Copy the current weights to where replicas can fetch them."""
+        step = self._step
+        weights = await self._answer(
+            self._publication(version, "train"), lambda t: t.publish(version)
+        )
+        self._published = _Published(version=version, step=step)
+        return weights
+
+    async def publish_restored(self, version: int) -> Weights:
+        """Publish again a version that the checkpoint carries beside the trainer's weights."""
+        call = self._publication(version, "train")
+        weights = await self._answer(call, lambda t: t.publish_restored(version))
+        self._published = _Published(version=version, step=-1)
+        self._carried.setdefault(self._saved_step, set()).add(version)
+        return weights
+
+    async def copy_state(self, step: int) -> None:
+        """Copy model, optimizer, schedule and RNG in memory, to be written later."""
+        await self._answer(self._copying(step, "train"), lambda trainer: trainer.copy_state(step))
+        self._copies.add(step)
+
+    async def write_state(
+        self, step: int, folder: Path, trajectories: Sequence[Ref], held: Sequence[Weights]
+    ) -> None:
+        """Write the copy of a step. The limit is its own: a replacement does not count into it."""
+        self._carried[step] = {weights.version for weights in held}
+        limit_s = self._health.checkpoint_timeout_s
+        text = f"checkpoint of step {step}: not written within {limit_s:g} s"
+        overdue = CheckpointError(
+            f"{text} (health.checkpoint_timeout_s); the previous one is untouched"
+        )
+        call = _Call(
+            waiter="checkpoint", what=f"write of step {step}", limit_s=limit_s, overdue=overdue
+        )
+        try:
+            await self._answer(
+                call,
+                lambda t: t.write_state(step, folder, trajectories, held),
+                may_be_overdue=0,
+            )
+        finally:
+            self._copies.discard(step)
+
+    def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
+        """References to the trajectories of these groups, read from a checkpoint's folder."""
+        return self._trainer.load_trajectories(folder, group_ids)
+
+    def saved(self, step: int, folder: Path) -> None:
+        """A checkpoint is whole: a lost trainer starts from it."""
+        self._saved_step, self._saved_folder = step, folder
+        self._carried = {s: held for s, held in self._carried.items() if s >= step}
+        while self._journal and self._journal[0].step <= step:
+            self._forget_oldest()
+
+    async def renew(self, lost: WeightsLostError, *, waiter: str) -> None:
+        """Publish the newest version again. What it had published went down, so it did, too."""
+        if self._replacing.locked():
+            await self._replacement(waiter)
+        else:
+            await self._replace(self._trainer, TrainerLostError(str(lost)), waiter)
+
+    def kill(self) -> None:
+        """End the processes at once. Idempotent; never waits."""
+        self._trainer.kill()
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _training(self, step: int, waiter: str) -> _Call:
+        limit_s = self._health.train_step_timeout_s
+        text = f"step {step} not done within {limit_s:g} s (health.train_step_timeout_s)"
+        return _Call(
+            waiter=waiter,
+            what=f"step {step}",
+            limit_s=limit_s,
+            overdue=StalledError(f"trainer: {text}"),
+        )
+
+    def _publication(self, version: int, waiter: str) -> _Call:
+        limit_s = self._health.sync_timeout_s
+        text = f"version {version} not published within {limit_s:g} s (health.sync_timeout_s)"
+        return _Call(
+            waiter=waiter,
+            what=f"publication of version {version}",
+            limit_s=limit_s,
+            overdue=StalledError(f"trainer: {text}"),
+        )
+
+    def _copying(self, step: int, waiter: str) -> _Call:
+        limit_s = self._health.checkpoint_timeout_s
+        text = f"checkpoint of step {step}: not copied within {limit_s:g} s"
+        return _Call(
+            waiter=waiter,
+            what="checkpoint copy",
+            limit_s=limit_s,
+            overdue=CheckpointError(f"{text} (health.checkpoint_timeout_s)"),
+        )
+
+    async def _answer(
+        self, call: _Call, ask: Callable[[Trainer], Awaitable[T]], *, may_be_overdue: int = 1
+    ) -> T:
+        """The answer to a call, from another trainer if the first is lost over it.
+
+        `may_be_overdue`: so often a trainer that does not answer in time is replaced.
+        """
+        num_overdue = 0
+        while True:
+            trainer = await self._current(call)
+            try:
+                return await self._ask(call, ask, trainer)
+            except OverdueError as error:
+                num_overdue += 1
+                if num_overdue > may_be_overdue:
+                    raise error.error from error
+                await self._replace(trainer, TrainerLostError(str(error)), call.waiter)
+            except TrainerLostError as error:
+                await self._replace(trainer, error, call.waiter)
+
+    async def _current(self, call: _Call) -> Trainer:
+        """The trainer, after the end of a replacement that is under way."""
+        if self._replacing.locked():
+            await self._replacement(call.waiter)
+        return self._trainer
+
+    async def _replacement(self, waiter: str) -> None:
+        with self._waits.waiting(waiter, "the trainer's replacement", held_by=("trainer",)):
+            async with self._replacing:
+                pass
+
+    async def _ask(
+        self, call: _Call, ask: Callable[[Trainer], Awaitable[T]], trainer: Trainer
+    ) -> T:
+        limited = self._waits.limited(
+            call.waiter,
+            call.what,
+            held_by=("trainer",),
+            timeout_s=call.limit_s,
+            otherwise=lambda: OverdueError(call.overdue),
+        )
+        try:
+            async with limited:
+                answer = await ask(trainer)
+        except TrainerLostError:
+            self._num_lost[call.what] += 1
+            raise
+        self._num_lost.pop(call.what, None)
+        return answer
+
+    # -- replacement --------------------------------------------------------------------------
+
+    async def _replace(self, lost: Trainer, cause: TrainerLostError, waiter: str) -> None:
+        """Replace a lost trainer, unless another caller has done so meanwhile."""
+        async with self._replacing:
+            if self._trainer is not lost:
+                return
+            self.is_replacing = True
+            try:
+                await self._replace_until_up(cause, waiter)
+            finally:
+                self.is_replacing = False
+
+    async def _replace_until_up(self, cause: TrainerLostError, waiter: str) -> None:
+        self._check_replayable(cause)
+        while True:
+            self._trainer.kill()
+            if max(self._num_lost.values(), default=0) >= _MAX_LOSSES:
+                raise cause
+            self._restarts.spend("trainer", cause)
+            self._trainer = self._make()
+            try:
+                await self._bring_back(waiter)
+            except OverdueError as error:
+                raise error.error from cause
+            except TrainerLostError as error:
+                cause = error
+            else:
+                return
+
+    def _check_replayable(self, cause: TrainerLostError) -> None:
+        if self._saved_step < self._journal_from:
+            raise TrainerLostError(
+                f"{cause}; it cannot be brought back: what was trained since the checkpoint of "
+                f"step {self._saved_step} is more than health.trainer_replay_bytes="
+                f"{self._health.trainer_replay_bytes} holds; resume the run from its checkpoint"
+            ) from cause
+
+    async def _bring_back(self, waiter: str) -> None:
+        """Start from the newest checkpoint, train again on what came since."""
+        began_s = asyncio.get_running_loop().time()
+        await self._start(self._saved_folder, waiter=waiter)
+        carried = self._carried.get(self._saved_step, set[int]())
+        if self._published and self._published.version in carried:
+            await self._republish(waiter, restored=True)
+        await self._catch_up(self._saved_step, waiter)
+        for request in list(self._journal):
+            await self._replay(request, waiter)
+            await self._catch_up(request.step, waiter)
+        self._recorder.event(
+            "trainer_replayed",
+            from_step=self._saved_step,
+            to_step=self._step,
+            wall_s=round(asyncio.get_running_loop().time() - began_s, 6),
+        )
+
+    async def _start(self, checkpoint: Path | None, *, waiter: str) -> TrainerInfo:
+        limit_s, trainer = self._health.startup_timeout_s, self._trainer
+        async with self._waits.limited(
+            waiter,
+            "the trainer's process and model",
+            held_by=("trainer",),
+            note=lambda: trainer.waiting_for,
+            timeout_s=limit_s,
+            otherwise=lambda: StartupError(
+                f"the trainer did not come up within {limit_s:g} s (health.startup_timeout_s)"
+                f"{because(trainer.waiting_for)}"
+            ),
+        ):
+            info = await trainer.start(checkpoint)
+        self._recorder.event("trainer_up", **asdict(info))
+        self.num_moves += 1
+        return info
+
+    async def _replay(self, request: TrainRequest, waiter: str) -> None:
+        call = self._training(request.step, waiter)
+        try:
+            await self._ask(call, lambda trainer: trainer.train_step(request), self._trainer)
+        except TrajectoriesLostError as error:
+            raise TrainerLostError(
+                f"the trainer cannot be brought back: trajectories of step {request.step} are "
+                f"gone, too ({error}); resume the run from its checkpoint"
+            ) from error
+        self.num_moves += 1
+
+    async def _catch_up(self, step: int, waiter: str) -> None:
+        """Do again what followed a step: the copy that is to be written, the publication."""
+        if step in self._copies:
+            await self._ask(
+                self._copying(step, waiter), lambda t: t.copy_state(step), self._trainer
+            )
+        if self._published is not None and self._published.step == step:
+            await self._republish(waiter, restored=False)
+
+    async def _republish(self, waiter: str, *, restored: bool) -> None:
+        assert self._published is not None
+        version = self._published.version
+        call = self._publication(version, waiter)
+        if restored:
+            weights = await self._ask(call, lambda t: t.publish_restored(version), self._trainer)
+        else:
+            weights = await self._ask(call, lambda t: t.publish(version), self._trainer)
+        self._on_republished(weights)
+        self.num_moves += 1
+
+    # -- journal ------------------------------------------------------------------------------
+
+    def _remember(self, request: TrainRequest) -> None:
+        self._journal.append(request)
+        self._journal_bytes += request.num_tokens * _BYTES_PER_TOKEN
+        while self._journal_bytes > self._health.trainer_replay_bytes:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        oldest = self._journal.popleft()
+        self._journal_bytes -= oldest.num_tokens * _BYTES_PER_TOKEN
+        self._journal_from = oldest.step
