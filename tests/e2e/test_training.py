@@ -1,5 +1,6 @@
 """Whole runs on real processes: the contract of the run folder, stop and resume, validation."""
 
+import json
 import signal
 from collections import Counter
 
@@ -163,6 +164,34 @@ def test_stopped_by_sigint_and_resumed_to_the_end(tmp_path):
     assert [row["step"] for row in done.rows("metrics")] == list(range(1, 14))
     times = [row["time_s"] for row in done.rows("metrics")]
     assert times == sorted(times)
+
+
+def test_a_validation_goes_on_over_a_resume_under_its_version(tmp_path):
+    changes = {
+        "rollout": {"environment": "hanging_environment:HangsInValidation"},
+        "validation": {"trial_timeout_s": 50, "n": 1},
+        "trainer": {"test_freq": 0, "total_training_steps": 14, "save_freq": 100},
+    }
+    user_code = ROOT / "tests/e2e/user_code"
+    live = start(tmp_path, changes, python_path=user_code)
+    live.wait_for_event("weights_published", count=5)
+    live.send(signal.SIGINT)
+    stopped = live.finish(timeout_s=40)
+    assert stopped.code == 130, stopped.err
+    latest = stopped.folder / "checkpoints" / "latest"
+    (due,) = json.loads((latest / "control.json").read_text())["validations"]
+    num_done = len(due["progress"]["done"])
+    assert due["version"] == 0
+    assert num_done > 0
+    assert "trainer/version_000000.safetensors" in (latest / "manifest.json").read_text()
+    done = resume(stopped.folder, "validation.trial_timeout_s=6", python_path=user_code).finish()
+    assert done.code == 0, done.err
+    assert [row["version"] for row in done.events("weights_taken_back")] == [0]
+    row, last = done.rows("validations")
+    assert (row["step"], row["n_total"], row["n_done"], row["n_timeout"]) == (0, 16, 15, 1)
+    assert row["started_s"] == round(due["progress"]["started_s"], 6)
+    assert last["step"] == 14
+    check_validations(done)
 
 
 def test_strict_on_policy_is_on_policy(tmp_path):

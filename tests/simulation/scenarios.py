@@ -160,6 +160,7 @@ def run_and_check(
     check_samples(config, run)
     check_staleness(config, run)
     check_validations(config, run)
+    check_each_validation_has_its_row(run)
     check_checkpoints(config, run)
     return run
 
@@ -203,7 +204,6 @@ def check_validations(config: Config, run: SimRun) -> None:
     steps = run.end.summary["steps"]
     due = {0, steps, *range(config.trainer.test_freq, steps + 1, config.trainer.test_freq)}
     assert sorted(row["step"] for row in rows) == sorted(due)
-    check_each_validation_has_its_row(run)
     for row in rows:
         assert row["mode"] == config.validation_mode
         if row["status"] == "skipped":

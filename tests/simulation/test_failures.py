@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from freewheel.errors import CheckpointError, TrainerLostError, TrainingDivergedError
+from freewheel.errors import (
+    CheckpointError,
+    InvariantError,
+    TrainerLostError,
+    TrainingDivergedError,
+)
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import Faults, SimSettings
 from tests.simulation.scenarios import VALIDATION_MODES, check_samples, small_config
@@ -287,3 +292,90 @@ def test_the_same_error_in_two_loops_reports_the_first():
 
     run = simulate(small_config(save_freq=1), replace(SETTINGS, train_step_s=30.0), act=injure)
     ends_with(run, 7, "earlier")
+
+
+BROKEN = InvariantError("the rollouter is broken")
+
+
+def break_rollouts_after(num_cuts, *, write=None):
+    """The rollouter fails at the next finished group once so many checkpoints are cut."""
+
+    def fail(*_args):
+        raise BROKEN
+
+    def injure(controller, backend):
+        num_left, cut = num_cuts, controller.checkpointer.cut
+
+        async def watched(step):
+            nonlocal num_left
+            await cut(step)
+            num_left -= 1
+            if num_left == 0:
+                controller.ledger.absorb = fail
+
+        controller.checkpointer.cut = watched
+        if write is not None:
+            backend.fake_trainer.write_state = write(backend.fake_trainer.write_state)
+
+    return injure
+
+
+SLOW_DISK = replace(SETTINGS, write_s=8.0, train_step_s=0.5)
+
+
+@pytest.mark.parametrize("num_cuts", [1, 2])
+def test_what_is_cut_when_another_loop_fails_is_still_written(num_cuts):
+    config = small_config(save_freq=1)
+    run = simulate(config, SLOW_DISK, act=break_rollouts_after(num_cuts))
+    ends_with(run, BROKEN.exit_code, "the rollouter is broken")
+    events = [row["event"] for row in run.recorder.rows("events")]
+    assert events.index("loop_failed") < events.index("checkpoint_saved")
+    assert run.end.summary["checkpoints"] == list(range(1, num_cuts + 1))
+    resumed = simulate(config, SLOW_DISK, run=run)
+    assert resumed.end.exit_code == 0, resumed.end.cause
+    check_samples(config, resumed)
+
+
+@pytest.mark.parametrize("wrong", ["hangs", "fails"])
+def test_a_write_that_is_left_delays_the_end_by_its_limit_and_changes_no_cause(wrong):
+    def write(method):
+        if wrong == "hangs":
+            return hang_at(method, call=1)
+        return fail_after(8.0, CheckpointError("disk full"))
+
+    run = simulate(small_config(save_freq=1), SLOW_DISK, act=break_rollouts_after(1, write=write))
+    ends_with(run, BROKEN.exit_code, "the rollouter is broken")
+    assert run.end.summary["checkpoints"] == []
+    failed_s = next(e["t_s"] for e in run.recorder.rows("events") if e["event"] == "loop_failed")
+    limit_s = 25.0 if wrong == "hangs" else 8.0  # health.shutdown_timeout_s
+    assert run.ended_s - failed_s <= limit_s + 0.1
+    overdue = [e for e in run.recorder.rows("events") if e["event"] == "checkpoint_overdue"]
+    assert len(overdue) == (wrong == "hangs")
+
+
+def fail_after(seconds, error):
+    async def failing(*_args, **_kwargs):
+        await asyncio.sleep(seconds)
+        raise error
+
+    return failing
+
+
+def test_a_cut_whose_copy_was_not_taken_is_not_waited_for():
+    def injure(controller, backend):
+        backend.fake_trainer.copy_state = hang_at(backend.fake_trainer.copy_state, call=1)
+        cut = controller.checkpointer.cut
+
+        async def watched(step):
+            controller.ledger.absorb = fail
+            await cut(step)
+
+        def fail(*_args):
+            raise BROKEN
+
+        controller.checkpointer.cut = watched
+
+    run = simulate(small_config(save_freq=1), SLOW_DISK, act=injure)
+    ends_with(run, BROKEN.exit_code, "the rollouter is broken")
+    failed_s = next(e["t_s"] for e in run.recorder.rows("events") if e["event"] == "loop_failed")
+    assert run.ended_s == pytest.approx(failed_s, abs=1e-6)

@@ -373,7 +373,8 @@ class HealthConfig:
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
     shutdown_timeout_s: Seconds = 25.0
-    """From a stop signal to the end, the last checkpoint included."""
+    """From a stop signal to the end, the last checkpoint included; after a failure, for the writing
+    of checkpoints that are cut already."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas and rollout workers, together, before the run ends."""
     trainer_replay_bytes: Count = 1 << 32

@@ -39,7 +39,7 @@ from freewheel.errors import (
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
 from freewheel.status import RunStatus
-from freewheel.types import Split
+from freewheel.types import Split, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +278,20 @@ class Controller:
             self.ledger.changed.notify()
 
     async def _run_loops(self) -> None:
+        """All loops; that of the checkpoints outlives the others, to write what is already cut."""
+        try:
+            async with asyncio.TaskGroup() as writing:
+                checkpoints = self._guard("checkpoint", self.checkpointer.run())
+                write_task = writing.create_task(checkpoints, name="checkpoint")
+                await self._run_root()
+                if self._cause is not None and not write_task.done():
+                    await self._write_cuts_left()
+                write_task.cancel()
+        except* Exception as errors:  # noqa: BLE001 - kept as the cause that ends the run
+            if self._cause is None:
+                self._cause = first_leaf(errors)
+
+    async def _run_root(self) -> None:
         try:
             async with asyncio.TaskGroup() as root:
                 tasks = self._start_workers(root)
@@ -296,6 +310,16 @@ class Controller:
             if self._cause is None:
                 self._cause = first_leaf(errors)
 
+    async def _write_cuts_left(self) -> None:
+        """After a failure: the state of the cuts is whole, only their writing was under way."""
+        limit_s = self.config.health.shutdown_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.checkpointer.drain()
+        except TimeoutError:
+            with contextlib.suppress(RecordError):
+                self._recorder.event("checkpoint_overdue", limit_s=limit_s)
+
     def _start_workers(self, root: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         loops: dict[str, Coroutine[Any, Any, None]] = {
             **{replica.name: replica.run() for replica in self.replicas},
@@ -305,7 +329,6 @@ class Controller:
             },
             "validate": self.validator.run(),
             **self._health_loops(),
-            "checkpoint": self.checkpointer.run(),
         }
         return [root.create_task(self._guard(n, loop), name=n) for n, loop in loops.items()]
 
@@ -407,6 +430,7 @@ class Controller:
         ready = [group for group in self.ledger.open.values() if group.ready]
         datasets = self.workers.datasets or {}
         train_data = datasets.get(Split.TRAIN)
+        held = self._held_versions()
         control = {
             "format": 1,
             "structure": structure(self.config),
@@ -415,19 +439,32 @@ class Controller:
             "ledger": self.ledger.state(),
             "staleness": self.staleness.state(),
             "validations": self.validator.state(),
+            "held_versions": [weights.version for weights in held],
             "num_rows": self._recorder.num_rows(),
             "num_validations": self.validator.num_recorded,
             "checkpoints": list(self.checkpointer.saved_steps),
             "run_s": self.now_s(),
             "busy_s": self._busy_and_total_s(),
         }
-        between = train.steps_since_publish % self.train.trigger != 0
         return CutState(
             control=control,
             trajectories=tuple(ref for group in ready for ref in group.payloads),
             owners=tuple(group.group_id for group in ready for _ in group.payloads),
-            published=self.store.latest if between else None,
+            held=held,
         )
+
+    def _held_versions(self) -> list[Weights]:
+        """Published versions, ascending, that a resumed run needs and the trainer has no more.
+
+        The one that rollouts go on with, between two publications; those of the validations.
+        """
+        train = self.train.state
+        wanted = {row["version"] for row in self.validator.state()}
+        if train.steps_since_publish % self.train.trigger != 0:
+            wanted.add(train.version)
+        if train.steps_since_publish == 0:
+            wanted.discard(train.version)
+        return [self.store.get(version) for version in sorted(wanted) if self.store.has(version)]
 
     def _restore(self, control: dict[str, Any]) -> None:
         """Take over the control plane's state of a checkpoint. Needs no worker."""
@@ -448,12 +485,23 @@ class Controller:
                 f"has {info.fingerprint} now"
             )
         self.ledger.attach(lambda ids: self.trainer.load_trajectories(resume.folder, ids))
-        state = self.train.state
-        for due in [Due(**row) for row in resume.control["validations"]]:
-            if due.version == state.version and not self.train.publication_due():
-                self.validator.request(step=due.step, version=due.version)
+        await self._take_up_validations(resume.control)
+
+    async def _take_up_validations(self, control: dict[str, Any]) -> None:
+        """Go on with the validations of the cut, as far as their weights are still there."""
+        version = self.train.state.version
+        kept: set[int] = set(control.get("held_versions", ()))
+        to_come = set[int]() if self.train.publication_due() else {version}
+        for due in sorted((Due(**row) for row in control["validations"]), key=lambda d: d.version):
+            if not self.config.data.val_files:
+                self.validator.skip(due, "the run was resumed without data.val_files")
+            elif due.version in kept | to_come:
+                self.validator.take_up(due)
             else:
                 self.validator.skip(due, "the run was resumed; its policy version is gone")
+        for older in sorted(kept - to_come):
+            if self.store.is_held(older):
+                await self.train.take_back(older)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -389,11 +389,12 @@ def _restore_group(row: dict[str, Any]) -> Group:
     outcomes = row.get("outcomes", {})
     fields = {key: value for key, value in row.items() if key != "outcomes"}
     return Group(
-        **fields, outcomes={int(index): _restore_outcome(o) for index, o in outcomes.items()}
+        **fields, outcomes={int(index): restore_outcome(o) for index, o in outcomes.items()}
     )
 
 
-def _restore_outcome(row: dict[str, Any]) -> RolloutOutcome:
+def restore_outcome(row: dict[str, Any]) -> RolloutOutcome:
+    """Undo `asdict` and JSON."""
     spans = tuple((int(version), int(tokens)) for version, tokens in row["version_spans"])
     failure = None if row["failure"] is None else FailureClass(row["failure"])
     fields: dict[str, Any] = {**row, "version_spans": spans, "failure": failure}

@@ -300,6 +300,10 @@ class Pool:
         pin.replica_ids.discard(replica_id)
         self.changed.notify()
 
+    def is_held(self, pin: Pin) -> bool:
+        """True if a replica of the pin has its version."""
+        return any(self.slots[i].version == pin.version for i in pin.replica_ids)
+
     def idle_pinned(self, pin: Pin) -> list[int]:
         """Pinned replicas on which nothing of the validation runs any more."""
         return [

@@ -74,8 +74,10 @@ def make_stages(
         return pool.num_leases(Purpose.TRAINING) > 0 and workers.num_serving > 0
 
     def is_validating() -> bool:
-        # The rollouts that an exclusive validation waits for are the rollout stage's.
-        return validator.current is not None and not validator.current.is_draining
+        # Not while an exclusive one waits for rollouts: they are the rollout stage's. Nor while one
+        # that a resume takes up waits for its replicas to start.
+        run = validator.current
+        return run is not None and not (run.is_draining or run.is_rejoining)
 
     return [
         Stage(

@@ -21,7 +21,7 @@ from freewheel.control.waits import WaitTable
 from freewheel.control.weight_store import WeightStore
 from freewheel.errors import InvariantError, TrajectoriesLostError
 from freewheel.protocols import Recorder
-from freewheel.types import TrainRequest, TrainResult
+from freewheel.types import TrainRequest, TrainResult, Weights
 
 
 class Cuts(Protocol):
@@ -295,11 +295,18 @@ class TrainLoop:
         total = self._config.trainer.total_training_steps
         return total is not None and self.state.step >= total
 
+    async def take_back(self, version: int) -> None:
+        """Fetch a version that a checkpoint carries for a validation. Before the first publication.
+
+        Replicas get it when the validation pins them; for rollouts it is never the newest.
+        """
+        weights = await self._fetch(version, restored=True)
+        self._store.add_held(weights)
+        self._recorder.event("weights_taken_back", version=version, num_bytes=weights.num_bytes)
+
     async def publish(self, version: int, *, restored: bool = False) -> None:
         """Publish the trainer's weights under a version; or the one that a checkpoint carries."""
-        publish = self._trainer.publish_restored if restored else self._trainer.publish
-        with self._booked("sync"), self._timed("param_sync"):
-            weights = await publish(version)
+        weights = await self._fetch(version, restored=restored)
         if not restored:
             self.state.version = version
             self.state.steps_since_publish = 0
@@ -308,6 +315,11 @@ class TrainLoop:
         self._store.add(weights)
         self._pool.published(version)
         self._recorder.event("weights_published", version=version, num_bytes=weights.num_bytes)
+
+    async def _fetch(self, version: int, *, restored: bool) -> Weights:
+        publish = self._trainer.publish_restored if restored else self._trainer.publish
+        with self._booked("sync"), self._timed("param_sync"):
+            return await publish(version)
 
     # -- records ------------------------------------------------------------------------------
 

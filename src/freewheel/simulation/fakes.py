@@ -367,7 +367,7 @@ class FakeTrainer(_Mortal):
         self._backend = backend
         self._step = 0
         self._copies: dict[int, dict[str, Any]] = {}
-        self._restored: Weights | None = None
+        self._restored: dict[int, Weights] = {}
 
     async def start(self, checkpoint: Path | None) -> TrainerInfo:
         """Take the start-up time; load a state of the disk."""
@@ -375,7 +375,7 @@ class FakeTrainer(_Mortal):
         if checkpoint is not None:
             state = self._state(checkpoint)
             self.digest, self._step = state["digest"], state["step"]
-            self._restored = state["published"]
+            self._restored = {weights.version: weights for weights in state["held"]}
         return TrainerInfo(step=self._step, num_parameters=1, device="virtual")
 
     async def train_step(self, request: TrainRequest) -> TrainResult:
@@ -398,11 +398,13 @@ class FakeTrainer(_Mortal):
         return Weights(version=version, num_bytes=1, ref=self.digest)
 
     async def publish_restored(self, version: int) -> Weights:
-        """The version that came with the checkpoint."""
+        """A version that came with the checkpoint."""
         await asyncio.sleep(0)
-        if self._restored is None or self._restored.version != version:
-            raise CheckpointError(f"the checkpoint carries {self._restored}, not version {version}")
-        return self._restored
+        if version not in self._restored:
+            raise CheckpointError(
+                f"the checkpoint carries versions {sorted(self._restored)}, not {version}"
+            )
+        return self._restored[version]
 
     async def copy_state(self, step: int) -> None:
         """Take the copying time."""
@@ -410,7 +412,7 @@ class FakeTrainer(_Mortal):
         self._copies[step] = {"digest": self.digest, "step": self._step}
 
     async def write_state(
-        self, step: int, folder: Path, trajectories: Sequence[Ref], published: Weights | None
+        self, step: int, folder: Path, trajectories: Sequence[Ref], held: Sequence[Weights]
     ) -> None:
         """Take the writing time; the state is there only when it is over."""
         copy = self._copies.pop(step)
@@ -419,7 +421,7 @@ class FakeTrainer(_Mortal):
         self._backend.disk.states[str(folder)] = {
             **copy,
             "trajectories": rows,
-            "published": published,
+            "held": tuple(held),
         }
 
     def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:

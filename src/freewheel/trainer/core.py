@@ -6,7 +6,7 @@ change in `train_step` alone, and not at all if the loss or the gradient is not 
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -170,27 +170,27 @@ class TrainerCore:
             with self._lock:
                 self._copies[step] = copy
 
-    def restored_weights(self) -> WeightBundle:
-        """The version that the checkpoint carries beside the trainer's own weights; rank 0 only.
+    def restored_weights(self, version: int) -> WeightBundle:
+        """A version that the checkpoint carries beside the trainer's own weights; rank 0 only.
 
         Raises:
-            CheckpointError: it carries none, or it cannot be read.
+            CheckpointError: it does not carry it, or it cannot be read.
         """
         if self._checkpoint is None:
             raise InvariantError("there is no checkpoint to restore a published version from")
-        return state.read_published(self._checkpoint)
+        return state.read_version(self._checkpoint, version)
 
     def write_state(
         self,
         step: int,
         folder: Path,
         trajectories: Sequence[list[Trajectory]],
-        published: WeightBundle | None = None,
+        held: Mapping[int, WeightBundle] | None = None,
     ) -> None:
         """Write the copy taken at `step`, and these groups, into an existing folder; rank 0 only.
 
-        `published` is what replicas hold, when that differs from the trainer's weights. May run in
-        another thread beside any other call. Frees the copy, also when it fails.
+        `held` are the published versions that a resumed run needs beside the trainer's weights. May
+        run in another thread beside any other call. Frees the copy, also when it fails.
 
         Raises:
             InvariantError: there is no copy of that step.
@@ -204,8 +204,8 @@ class TrainerCore:
             # Tokenizer files come from the model's folder: a checkpoint that the run was resumed
             # from is deleted when newer ones are complete.
             state.write_copy(copy, folder, self._model, self._model_path)
-            if published is not None:
-                state.write_published(folder, published)
+            for version, bundle in (held or {}).items():
+                state.write_version(folder, version, bundle)
             write_trajectories(folder / state.TRAJECTORIES, trajectories)
             state.fsync_tree(folder)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
