@@ -374,7 +374,11 @@ class HealthConfig:
     shutdown_timeout_s: Seconds = 25.0
     """From a stop signal to the end, the last checkpoint included."""
     max_restarts: CountOrZero = 8
-    """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    """Replacements of lost replicas and rollout workers, together, within
+    `health.restart_window_s`, before the run ends."""
+    restart_window_s: Seconds = 3600.0
+    """For so long a replacement counts against `health.max_restarts`: a long run may lose more
+    workers than that over its life, but not one after the other."""
     max_failed_groups_in_a_row: Count = 128
     """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3
