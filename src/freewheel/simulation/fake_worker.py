@@ -63,7 +63,7 @@ class FakeRolloutWorker(FakeProcess):
 
     def _prompt(self, split: Split, index: int) -> PromptInfo:
         chance = self._world.settings.faults.over_long_prompt
-        over_long = self._world.rng("prompt", split, index).random() < chance
+        over_long = chance > 0 and self._world.rng("prompt", split, index).random() < chance
         return PromptInfo(
             prompt_index=index,
             num_prompt_tokens=10_000 if over_long else 10,
