@@ -155,10 +155,12 @@ def may_end_with(case: Case) -> dict[int, str]:
 
 
 def _trainer_ends(failure: Failure) -> dict[int, str]:
+    frozen_at_start = {3: "^StartupError: the trainer did not come up within 12 s"}
+    if TRAINER_IS_REPLACED:
+        return frozen_at_start if failure is Failure.TRAINER_FROZEN else {}
     if failure is Failure.TRAINER_KILLED:
         return {5: "^TrainerLostError: the trainer died"}
-    return {
-        3: "^StartupError: the trainer did not come up within 12 s",
+    return frozen_at_start | {
         4: r"^StalledError: trainer: (step|version) \d not (done|published) within",
         # It froze while a checkpoint was copied or written: whose limit is over first ends the run.
         7: r"^CheckpointError: checkpoint of step \d: not (copied|written) within 10 s",

@@ -22,7 +22,12 @@ ENDS = {
     Failure.CHECKPOINT_DISK_FULL: 7,
     Failure.CHECKPOINT_NEVER_RETURNS: 7,
     Failure.NEVER_PLACED: 3,
-} | ({} if TRAINER_IS_REPLACED else {Failure.TRAINER_FROZEN: 4, Failure.TRAINER_KILLED: 5})
+}
+TRAINER_ENDS = {Failure.TRAINER_FROZEN: 4, Failure.TRAINER_KILLED: 5}
+if TRAINER_IS_REPLACED:
+    REPLACES |= set(TRAINER_ENDS)
+else:
+    ENDS |= TRAINER_ENDS
 
 
 @pytest.mark.parametrize("mode", FIELD_MODES)

@@ -42,8 +42,11 @@ class FakeWorld:
         self.settings = settings
         self.disk = disk
         self.lengths = settings.lengths.sampler()
+        dedicated = config.validation_mode == "dedicated" and bool(config.data.val_files)
+        num_replicas = config.rollout.replicas
+        num_replicas += config.validation.dedicated_replicas if dedicated else 0
         names = [
-            *(f"replica-{i}" for i in range(config.rollout.replicas)),
+            *(f"replica-{i}" for i in range(num_replicas)),
             *(f"rollout-worker-{i}" for i in range(config.rollout.num_workers)),
         ]
         self.injector = Injector(settings.faults.injection, self.rng("injection"), names)
