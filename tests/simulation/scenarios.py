@@ -157,12 +157,17 @@ def run_and_check(
     assert run.end is not None
     assert run.end.exit_code == 0, run.end.cause
     assert watch.max_open <= config.max_slots
+    check_run(config, run)
+    return run
+
+
+def check_run(config: Config, run: SimRun) -> None:
+    """The promises that a completed run's records must keep."""
     check_samples(config, run)
     check_staleness(config, run)
     check_validations(config, run)
     check_each_validation_has_its_row(run)
     check_checkpoints(config, run)
-    return run
 
 
 def check_samples(config: Config, run: SimRun) -> None:

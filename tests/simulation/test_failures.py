@@ -160,10 +160,30 @@ def test_a_worker_that_never_answers_is_replaced_and_its_groups_run_again():
 
 
 def test_replicas_that_die_for_ever_end_the_run():
-    settings = replace(SETTINGS, faults=Faults(replica_deaths_per_s=5.0))
+    settings = replace(SETTINGS, startup_s=0.1, faults=Faults(replica_deaths_per_s=0.5))
     config = small_config()
     config = replace(config, health=replace(config.health, max_restarts=4))
-    ends_with(simulate(config, settings), 5, "health.max_restarts")
+    run = simulate(config, settings)
+    ends_with(run, 5, "health.max_restarts")
+    assert run.end.summary["restarts"] == 5
+
+
+def test_replicas_that_die_now_and_then_do_not_end_a_long_run():
+    settings = replace(SETTINGS, startup_s=0.1, faults=Faults(replica_deaths_per_s=0.05))
+    config = small_config(total_training_steps=40)
+    health = replace(config.health, max_restarts=4, restart_window_s=15.0)
+    run = simulate(replace(config, health=health), settings)
+    assert run.end.exit_code == 0, run.end.cause
+    assert run.end.summary["restarts"] > 8
+
+
+@pytest.mark.parametrize("who", ["replica", "rollout_worker"])
+def test_a_worker_that_always_dies_at_start_ends_the_run_at_its_third_loss(who):
+    faults = {"replica": "replica_deaths_per_s", "rollout_worker": "worker_deaths_per_s"}
+    settings = replace(SETTINGS, faults=Faults(**{faults[who]: 5.0}))
+    run = simulate(small_config(), settings)
+    ends_with(run, 5, "was lost 3 times and was never up")
+    assert run.end.summary["restarts"] < 10
 
 
 def test_environments_that_always_fail_end_the_run_with_the_counts():

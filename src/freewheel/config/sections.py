@@ -376,7 +376,11 @@ class HealthConfig:
     """From a stop signal to the end, the last checkpoint included; after a failure, for the writing
     of checkpoints that are cut already."""
     max_restarts: CountOrZero = 8
-    """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    """Replacements of lost replicas, rollout workers and trainers, together, within
+    `health.restart_window_s`, before the run ends."""
+    restart_window_s: Seconds = 3600.0
+    """For so long a replacement counts against `health.max_restarts`: a long run may lose more
+    workers than that over its life, but not one after the other."""
     trainer_replay_bytes: Count = 1 << 32
     """Trajectories kept since the newest checkpoint, to bring a lost trainer back to where it was
     (20 bytes a token). When a save interval trains on more, a lost trainer ends the run."""

@@ -114,7 +114,7 @@ class Controller:
         config, waits, recorder, backend = self.config, self.waits, self._recorder, self._backend
         changed, health = Signal(), self.config.health
         self.store = WeightStore()
-        self.restarts = Restarts(health.max_restarts, recorder)
+        self.restarts = Restarts(health, recorder)
         self.staleness = StalenessBound(
             max_open=config.max_slots,
             max_staleness=config.async_training.staleness_bound,

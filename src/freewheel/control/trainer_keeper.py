@@ -269,14 +269,18 @@ class TrainerKeeper:
             timeout_s=call.limit_s,
             otherwise=lambda: OverdueError(call.overdue),
         )
+        async with limited:
+            return await self._counting(call.what, ask(trainer))
+
+    async def _counting(self, what: str, answer: Awaitable[T]) -> T:
+        """Await an answer, and count the trainers that are lost over it in a row."""
         try:
-            async with limited:
-                answer = await ask(trainer)
+            result = await answer
         except TrainerLostError:
-            self._num_lost[call.what] += 1
+            self._num_lost[what] += 1
             raise
-        self._num_lost.pop(call.what, None)
-        return answer
+        self._num_lost.pop(what, None)
+        return result
 
     # -- replacement --------------------------------------------------------------------------
 
@@ -347,7 +351,8 @@ class TrainerKeeper:
                 f"{because(trainer.waiting_for)}"
             ),
         ):
-            info = await trainer.start(checkpoint)
+            info = await self._counting("start", trainer.start(checkpoint))
+        self._restarts.came_up("trainer")
         self._recorder.event("trainer_up", **asdict(info))
         self.num_moves += 1
         return info

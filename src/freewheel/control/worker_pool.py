@@ -64,6 +64,7 @@ class WorkerPool:
                 worker.kill()
 
     async def _serve_until_lost(self, slot: WorkerSlot, worker: RolloutWorker) -> None:
+        self._restarts.came_up(f"rollout-worker-{slot.worker_id}")
         slot.worker = worker
         slot.num_calls = 0
         self.num_started += 1

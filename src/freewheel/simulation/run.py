@@ -4,11 +4,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from freewheel.config.sections import Config
 from freewheel.control.controller import Controller, ResumePoint
 from freewheel.control.run_end import RunEnd
+from freewheel.control.watchdog import Reporter
 from freewheel.simulation.fakes import FakeBackend, FakeDisk, FakeTrajectory
 from freewheel.simulation.records import MemoryCheckpoints, MemoryRecorder
 from freewheel.simulation.settings import SimSettings
@@ -20,7 +22,7 @@ class SimRun:
     """A simulated run: what it left on its disk, what it recorded, how it ended.
 
     `end` is None if it was killed. `trained` lists (step, policy version, trajectory) of this
-    process's life only.
+    process's life only. `num_strikes`: how often the injected failure struck.
     """
 
     disk: FakeDisk = field(default_factory=FakeDisk)
@@ -32,6 +34,7 @@ class SimRun:
     )
     digest: str = ""
     ended_s: float = 0.0
+    num_strikes: int = 0
 
 
 def simulate(
@@ -42,6 +45,7 @@ def simulate(
     kill_at_s: float | None = None,
     stop_at_s: float | None = None,
     act: Callable[[Controller, FakeBackend], Any] | None = None,
+    reporter: Reporter | None = None,
     debug: bool = False,
 ) -> SimRun:
     """Run a simulation to its end.
@@ -53,6 +57,7 @@ def simulate(
         kill_at_s: end the process at this virtual time, as SIGKILL would.
         stop_at_s: ask for a stop at this virtual time, as SIGINT does.
         act: called once with controller and backend before the run starts.
+        reporter: given the stalls that the watchdog finds; None: no watchdog, no replica health.
         debug: asyncio's debug mode.
 
     Raises:
@@ -63,6 +68,9 @@ def simulate(
 
     async def main() -> None:
         backend = FakeBackend(config, settings, run.disk)
+        run.checkpoints.before_commit = partial(
+            backend.world.injector.checkpoint, "checkpoint_commit"
+        )
         await backend.start()
         controller = Controller(
             config,
@@ -70,6 +78,7 @@ def simulate(
             recorder=run.recorder,
             checkpoints=run.checkpoints,
             resume=resume,
+            reporter=reporter,
             started_s=0.0 if resume is None else resume.control["run_s"],
         )
         if act is not None:
@@ -85,6 +94,7 @@ def simulate(
         if backend.fake_trainer is not None:
             run.trained, run.digest = backend.fake_trainer.trained, backend.fake_trainer.digest
         run.ended_s = loop.time()
+        run.num_strikes = backend.world.injector.num_strikes
 
     run_virtual(main, debug=debug)
     return run
