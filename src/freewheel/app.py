@@ -44,13 +44,17 @@ _CLOSE_LIMIT_S = 10.0
 """How long each of summary, workers and records has at the end of the run."""
 
 
-def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
+def run_training(
+    config: Config, run_dir: Path, *, resume: bool, schedule_steps: int | None = None
+) -> int:
     """Train, from the beginning or on from the newest checkpoint.
 
     Args:
         config: checked configuration.
         run_dir: folder of the run, new unless `resume`.
         resume: go on with the run that the folder holds.
+        schedule_steps: trainer steps over which the learning rate's schedule runs, where the
+            configuration leaves them to the data.
 
     Returns:
         The exit code of the run (docs/exit-codes.md).
@@ -65,6 +69,8 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
             folder.cut_back({} if checkpoint is None else checkpoint.control["num_rows"])
             folder.write_config(config)
         point = checkpoint and ResumePoint(folder=checkpoint.folder, control=checkpoint.control)
+        # Not into the run's folder: a resumed run may have more epochs.
+        config = _with_optim(config, total_training_steps=schedule_steps)
         return _run(config, folder, model=config.model.path, resume=point)
     finally:
         folder.close()
@@ -90,10 +96,17 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         due = ValidateOnly(step=checkpoint.step, version=version)
         model = str(checkpoint.folder / "hf")
     folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
+    # A trainer comes up, to publish the weights; how it would train does not matter.
+    config = _with_optim(config, lr_scheduler_type="constant", lr_warmup_steps=0)
     try:
         return _run(config, folder, model=model, validate_only=due)
     finally:
         folder.close()
+
+
+def _with_optim(config: Config, **changes: Any) -> Config:
+    optim = replace(config.actor.optim, **changes)
+    return replace(config, actor=replace(config.actor, optim=optim))
 
 
 def _find_resumable(run_dir: Path, config: Config) -> Checkpoint | None:

@@ -152,6 +152,9 @@ class OptimConfig:
     """Shape after the warm-up."""
     lr_warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
+    total_training_steps: Count | None = None
+    """Trainer steps over which `linear` and `cosine` run. Unset: all of the run, as
+    `trainer.total_training_steps` says or `trainer.total_epochs` gives."""
     min_lr_ratio: Fraction = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)

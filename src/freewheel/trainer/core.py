@@ -42,8 +42,8 @@ class TrainerCore:
         config: of the run.
         model_path: Hugging Face folder of the initial policy.
         ranks: this process among the trainer's; alone by default.
-        total_optimizer_steps: of the run, where the schedule ends. Unset: as
-            `trainer.total_training_steps` gives.
+        total_optimizer_steps: where the schedule ends. Unset: as `actor.optim.total_training_steps`
+            or `trainer.total_training_steps` gives.
 
     Raises:
         ConfigError: the schedule needs a number of steps and there is none.
