@@ -85,7 +85,7 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         out_dir: new folder for the result.
 
     Returns:
-        The exit code.
+        The exit code: `NoScoreError`'s if no trial was scored.
     """
     due, model = ValidateOnly(step=0, version=0), target
     if (Path(target) / "control.json").is_file():
@@ -96,8 +96,9 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         due = ValidateOnly(step=checkpoint.step, version=version)
         model = str(checkpoint.folder / "hf")
     folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
-    # A trainer comes up, to publish the weights; how it would train does not matter.
+    # The trainer that comes up publishes weights; how it would train, and on what, is no matter.
     config = _with_optim(config, lr_scheduler_type="constant", lr_warmup_steps=0)
+    config = replace(config, data=replace(config.data, train_files=()))
     try:
         return _run(config, folder, model=model, validate_only=due)
     finally:

@@ -83,11 +83,15 @@ def describe_validation(status: RunStatus) -> str:
 
 
 def describe_score(validation: ScoredValidation) -> str:
-    """`score 0.812 (95 % 0.750 to 0.870), version 40, step 40`."""
+    """`score 0.812 (95 % 0.750 to 0.870), version 40, step 40`; says what a partial one lacks."""
     ci95 = validation.ci95
     interval = "" if ci95 is None else f" (95 % {ci95[0]:.3f} to {ci95[1]:.3f})"
-    score = f"score {validation.score:.3f}{interval}"
-    return f"{score}, version {validation.version}, step {validation.step}"
+    score = "no score" if validation.score is None else f"score {validation.score:.3f}{interval}"
+    text = f"{score}, version {validation.version}, step {validation.step}"
+    if not validation.partial:
+        return text
+    done = f"{validation.num_done} of {validation.num_total} trials"
+    return f"partial: {text}; {done}: {validation.partial}"
 
 
 def describe_checkpoint(status: RunStatus) -> str:

@@ -81,9 +81,7 @@ async def test_later_turns_continue_a_transcript_longer_than_any_prompt(tmp_path
         expected = model_logprobs(make_model("llama_tied"), prompt, rest, sampling)
         mask = trajectory.loss_mask[7:]
         assert mask.sum() < len(mask)
-        np.testing.assert_allclose(
-            trajectory.rollout_logprobs[7:][mask], expected[mask], atol=1e-4
-        )
+        np.testing.assert_allclose(trajectory.rollout_logprobs[7:][mask], expected[mask], atol=1e-4)
 
 
 async def test_turns_go_on_until_the_response_is_full(tmp_path):

@@ -110,6 +110,21 @@ def test_news_come_once_each():
     assert len(lines) == 2
 
 
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        (0.5, "partial: score 0.500, version 5, step 5; 3 of 9 trials: out of time"),
+        (None, "partial: no score, version 5, step 5; 3 of 9 trials: out of time"),
+    ],
+)
+def test_a_partial_score_is_called_so(score, text):
+    scored = ScoredValidation(
+        step=5, version=5, score=score, num_done=3, num_total=9, partial="out of time"
+    )
+    lines = plain(dataclasses.replace(STATUS, last_validation=scored))
+    assert any(line.endswith(f"validation: {text}") for line in lines), lines
+
+
 def test_the_end_is_told():
     lines = plain(STATUS, summary=SUMMARY)
     assert lines[-4:] == [

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import dataclasses
 import time
 
 import numpy as np
@@ -99,6 +100,14 @@ async def test_start_and_prepare(tmp_path, tokenizer):
 async def test_start_without_validation(tmp_path, tokenizer):
     worker = RolloutWorkerCore(config_for(tmp_path, ROWS), tokenizer, 0)
     assert set(await worker.start()) == {Split.TRAIN}
+    await worker.close()
+
+
+async def test_start_without_training_prompts(tmp_path, tokenizer):
+    config = config_for(tmp_path, ROWS, data_val_files=str(tmp_path / "rows.jsonl"))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=""))
+    worker = RolloutWorkerCore(config, tokenizer, 0)
+    assert set(await worker.start()) == {Split.VALIDATION}
     await worker.close()
 
 

@@ -34,6 +34,7 @@ from freewheel.control.worker_pool import WorkerPool
 from freewheel.errors import (
     CheckpointError,
     LoopEndedError,
+    NoScoreError,
     RecordError,
     StartupError,
 )
@@ -67,7 +68,7 @@ class Controller:
         recorder: takes the run's records.
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
-        validate_only: no training, one validation.
+        validate_only: no training, one validation; the run fails if that gives no score.
         reporter: keeps the evidence when the watchdog finds a stall; None: no watchdog.
         started_s: run time at which this process takes over (0 for a new run), in seconds.
         on_status: is given the state of the run every `logging.interval_s`; must return at once.
@@ -355,6 +356,11 @@ class Controller:
         await self.train.publish(due.version)
         self.validator.request(step=due.step, version=due.version)
         await self.validator.drain(lambda: self._stop_signal is not None)
+        row = self.validator.last_row
+        if self._stop_signal is None and (row is None or row["score"] is None):
+            raise NoScoreError(
+                "the validation has no score" + ("" if row is None else f": {row['reason']}")
+            )
 
     async def _start_trainer(self) -> None:
         limit_s = self.config.health.startup_timeout_s

@@ -113,13 +113,16 @@ class StatusReport:
 
 
 def _scored(row: dict[str, Any] | None) -> ScoredValidation | None:
-    if row is None or row["score"] is None:
+    if row is None:
         return None
     return ScoredValidation(
         step=row["step"],
         version=row["policy_version"],
         score=row["score"],
         ci95=None if row["ci95"] is None else tuple(row["ci95"]),
+        num_done=row["n_done"],
+        num_total=row["n_total"],
+        partial=row["reason"],
     )
 
 

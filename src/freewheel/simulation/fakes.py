@@ -260,9 +260,14 @@ class FakeRolloutWorker(_Mortal):
         seconds = self._backend.jittered(settings.startup_s, "worker", self._incarnation)
         if not await self._live(seconds):
             raise RolloutWorkerLostError(f"rollout worker {self._worker_id} died at start")
+        data = self._backend.config.data
         return {
-            Split.TRAIN: DatasetInfo(num_prompts=settings.num_prompts, fingerprint="train"),
-            Split.VALIDATION: DatasetInfo(num_prompts=settings.num_val_prompts, fingerprint="val"),
+            split: DatasetInfo(num_prompts=num_prompts, fingerprint=split.value)
+            for split, files, num_prompts in (
+                (Split.TRAIN, data.train_files, settings.num_prompts),
+                (Split.VALIDATION, data.val_files, settings.num_val_prompts),
+            )
+            if files
         }
 
     async def prepare(self, split: Split, indices: Sequence[int]) -> list[PromptInfo]:

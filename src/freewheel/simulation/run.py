@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freewheel.config.sections import Config
-from freewheel.control.controller import Controller, ResumePoint
+from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
 from freewheel.control.run_end import RunEnd
 from freewheel.simulation.fakes import FakeBackend, FakeDisk, FakeTrajectory
 from freewheel.simulation.records import MemoryCheckpoints, MemoryRecorder
@@ -42,6 +42,7 @@ def simulate(
     kill_at_s: float | None = None,
     stop_at_s: float | None = None,
     act: Callable[[Controller, FakeBackend], Any] | None = None,
+    validate_only: ValidateOnly | None = None,
     debug: bool = False,
 ) -> SimRun:
     """Run a simulation to its end.
@@ -53,6 +54,7 @@ def simulate(
         kill_at_s: end the process at this virtual time, as SIGKILL would.
         stop_at_s: ask for a stop at this virtual time, as SIGINT does.
         act: called once with controller and backend before the run starts.
+        validate_only: no training, one validation.
         debug: asyncio's debug mode.
 
     Raises:
@@ -70,6 +72,7 @@ def simulate(
             recorder=run.recorder,
             checkpoints=run.checkpoints,
             resume=resume,
+            validate_only=validate_only,
             started_s=0.0 if resume is None else resume.control["run_s"],
         )
         if act is not None:
