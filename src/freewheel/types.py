@@ -155,7 +155,8 @@ class Trajectory:
         group_id: id of its group; advantages are relative to the group.
         reward: scalar reward of the whole rollout.
         token_ids: int32 (T,), prompt then response.
-        loss_mask: bool (T,), true where the policy sampled the token.
+        loss_mask: bool (T,), true where the policy sampled the token as the configuration says:
+            not the environment's tokens, nor a turn that it had sampled in another way.
         rollout_logprobs: float32 (T,), log-probability of each sampled token under the
             distribution it was sampled from; 0 where `loss_mask` is false.
         versions: int32 (T,), policy version that sampled each token; -1 where `loss_mask` is false.

@@ -180,8 +180,9 @@ async def test_several_turns_make_one_trajectory(bench):
     assert (second.sampling.max_tokens, third.sampling.temperature) == (3, 0.7)
     # The second turn was cut by its limit, so the template's end of turn is added for it.
     added = f"{END}\n<|im_start|>user\nagain?{END}\n<|im_start|>assistant\n"
+    # Nor is it trained on: it was sampled at temperature 0, and the trainer scores at 0.7.
     parts = [
-        ("call", True), ("[tool]", False), ("abc", True), (added, False), (f"4{END}", True),
+        ("call", True), ("[tool]", False), ("abc", False), (added, False), (f"4{END}", True),
     ]  # fmt: skip
     token_ids, mask = list(first.prompt_token_ids), [False] * len(first.prompt_token_ids)
     for text, sampled in parts:
@@ -195,6 +196,18 @@ async def test_several_turns_make_one_trajectory(bench):
     assert third.prompt_token_ids.tolist() == token_ids[:-2]
     assert outcomes[0].num_response_tokens == len(token_ids) - len(first.prompt_token_ids)
     assert outcomes[0].version_spans == ((4, 4 + 3 + 2),)
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+async def test_an_episode_without_a_turn_to_train_on_fails_in_training_only(bench, purpose):
+    async with bench(environment="AlwaysGreedy") as at:
+        request = group_request(1, purpose=purpose)
+        (outcome,), _ = await at.worker.run_group(request, at.engine(lambda _: f"4{END}"))
+    if purpose is Purpose.VALIDATION:
+        assert outcome.reward == 1.0
+    else:
+        assert outcome.failure is FailureClass.ENVIRONMENT
+        assert "another temperature, top_p, top_k or min_p" in outcome.message
 
 
 async def test_a_sync_environment_runs_in_a_thread(bench):

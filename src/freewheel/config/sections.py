@@ -83,7 +83,8 @@ class RolloutConfig:
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: keep the smallest set of tokens with this probability."""
+    """Nucleus sampling: keep the smallest set of tokens with this probability. The trainer scores
+    under these three filters too, so that importance ratios are right; that costs it some time."""
     top_k: Annotated[int, Field(ge=-1)] = 0
     """Keep the so many likeliest tokens; 0 or -1: all."""
     min_p: Fraction = 0.0
