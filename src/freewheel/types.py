@@ -106,7 +106,8 @@ class RolloutOutcome:
     """What became of one member: everything but its tokens.
 
     A finished rollout has `failure is None` and a `reward`. `answer` is the extracted answer, used
-    for majority@n. Times are seconds spent.
+    for majority@n. Times are seconds spent; `wall_s` from the rollout's start to its end, 0 if it
+    never ran or nobody could say. (Durations, as each worker has a clock of its own.)
     """
 
     sample_id: str
@@ -121,6 +122,7 @@ class RolloutOutcome:
     finish_reason: str = ""
     gen_s: float = 0.0
     reward_s: float = 0.0
+    wall_s: float = 0.0
 
     @property
     def min_version(self) -> int:

@@ -85,6 +85,7 @@ async def test_start_and_prepare(tmp_path, tokenizer):
     assert good.failure is None
     assert good.num_prompt_tokens > 10
     assert long.failure is FailureClass.OVER_LONG_PROMPT
+    assert long.num_prompt_tokens > 300
     assert "rows.jsonl line 2: the prompt has 3" in long.message
     assert "rollout.max_prompt_length is 200" in long.message
     assert alien.failure is bad.failure is FailureClass.BAD_PROMPT
@@ -139,6 +140,7 @@ async def test_single_turn_goes_out_as_one_call_and_comes_back_as_trajectories(b
     assert engine.timeouts[0] == pytest.approx(20 - 2, abs=1)  # a tenth is kept for rewards
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 1.0]
     assert [outcome.answer for outcome in outcomes] == ["4", "five", "4"]
+    assert all(o.wall_s >= o.gen_s + o.reward_s > 0 for o in outcomes)
     assert [outcome.num_response_tokens for outcome in outcomes] == [2, 5, 4]
     assert outcomes[1].version_spans == ((4, 5),)
     assert {outcome.finish_reason for outcome in outcomes} == {"stop"}

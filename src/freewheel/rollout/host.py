@@ -73,6 +73,7 @@ class RolloutHost:
         self._deadline = deadline
         self._transcript = Transcript(max_response_tokens=request.sampling.max_tokens)
         self._num_turns = 0
+        self._began_s = self.loop.time()
         self._gen_s = 0.0
         self._reward_s = 0.0
         self._stages: list[tuple[str, float]] = []
@@ -350,6 +351,7 @@ class RolloutHost:
             finish_reason=self._transcript.finish_reason,
             gen_s=self._gen_s,
             reward_s=self._reward_s,
+            wall_s=self.loop.time() - self._began_s,
         )
 
 

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +315,14 @@ class FakeRolloutWorker(_Mortal):
         return GroupResult(request_id=request.request_id, outcomes=outcomes, payload=wanted)
 
     async def _run_member(
+        self, request: GroupRequest, member: Member, replica: FakeReplica
+    ) -> RolloutOutcome:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        outcome = await self._play_member(request, member, replica)
+        return replace(outcome, wall_s=loop.time() - began_s)
+
+    async def _play_member(
         self, request: GroupRequest, member: Member, replica: FakeReplica
     ) -> RolloutOutcome:
         began_s = asyncio.get_running_loop().time()
