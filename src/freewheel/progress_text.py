@@ -37,6 +37,18 @@ def news(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
     old_checkpoint = before.last_checkpoint if before else None
     if now.last_checkpoint is not None and now.last_checkpoint != old_checkpoint:
         yield f"{at}checkpoint: step {now.last_checkpoint}"
+    yield from (at + text for text in _dropped_since(before, now))
+
+
+def _dropped_since(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
+    """A line for each prompt that is named; for the rest one each time that they double."""
+    named = 0 if before is None else len(before.dropped_prompts)
+    for text in now.dropped_prompts[named:]:
+        yield f"dropped, as it cannot be used: {text}"
+    had = 0 if before is None else before.num_dropped_prompts - named
+    rest = now.num_dropped_prompts - len(now.dropped_prompts)
+    if rest.bit_length() > had.bit_length():
+        yield f"{now.num_dropped_prompts} prompts dropped so far; events.jsonl names them"
 
 
 def describe_steps(status: RunStatus) -> str:

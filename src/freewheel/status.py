@@ -64,6 +64,7 @@ class RunStatus:
         validation: the running one.
         last_validation: the last that was not skipped.
         last_checkpoint: step of the last complete checkpoint.
+        num_dropped_prompts: prompts that cannot be used; `dropped_prompts` has the first of them.
         trainer_waits_for: what the trainer waits for now, None while it computes.
         waits: the wait table.
         wall_s: seconds since the run's first start. `eta_s`: seconds to the end, None if unknown.
@@ -85,6 +86,8 @@ class RunStatus:
     validation: RunningValidation | None = None
     last_validation: ScoredValidation | None = None
     last_checkpoint: int | None = None
+    num_dropped_prompts: int = 0
+    dropped_prompts: tuple[str, ...] = ()
     trainer_waits_for: str | None = None
     waits: tuple[Wait, ...] = ()
     wall_s: float = 0.0

@@ -112,6 +112,35 @@ async def test_a_duration_longer_than_the_attempt_begins_with_it():
     assert books.times() == {"0-0": (12.0, 15.0), "0-1": (12.0, 15.0)}
 
 
+def over_long(index):
+    return PromptInfo(
+        prompt_index=index,
+        num_prompt_tokens=900,
+        failure=FailureClass.OVER_LONG_PROMPT,
+        message=f"rows.jsonl line {index}: too long",
+    )
+
+
+async def test_a_dropped_prompt_is_named_once_also_across_a_resume():
+    books = Books()
+    for epoch in range(2):
+        for index in (3, 8):
+            books.ledger.drop(epoch=epoch, prompt=over_long(index))
+    named = [fields["prompt_index"] for name, fields in books.events if name == "prompt_dropped"]
+    assert named == [3, 8]
+    assert books.events[0][1]["message"] == "rows.jsonl line 3: too long"
+    assert books.ledger.dropped[0] == "prompt 3: rows.jsonl line 3: too long"
+    assert len(books.rows) == 2 * 2 * 2
+    assert {row["num_prompt_tokens"] for row in books.rows} == {900}
+    again = Books()
+    again.ledger.restore(json.loads(json.dumps(books.ledger.state())))
+    again.ledger.drop(epoch=2, prompt=over_long(3))
+    assert again.events == again.ledger.dropped == []
+    again.ledger.drop(epoch=2, prompt=over_long(5))
+    assert again.ledger.num_dropped == 3
+    assert len(again.ledger.dropped) == 1
+
+
 async def test_a_state_does_not_change_with_the_ledger():
     books = Books()
     for index in range(2):

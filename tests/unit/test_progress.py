@@ -125,6 +125,20 @@ def test_a_partial_score_is_called_so(score, text):
     assert any(line.endswith(f"validation: {text}") for line in lines), lines
 
 
+def test_dropped_prompts_are_named_once_and_then_counted():
+    states = [
+        dataclasses.replace(STATUS, num_dropped_prompts=n, dropped_prompts=tuple("ab"[:n]))
+        for n in (0, 1, 1, 2, 6, 6, 7, 12)
+    ]
+    lines = [line.partition("] ")[2] for line in plain(*states) if "dropped" in line]
+    assert lines == [
+        "dropped, as it cannot be used: a",
+        "dropped, as it cannot be used: b",
+        "6 prompts dropped so far; events.jsonl names them",
+        "12 prompts dropped so far; events.jsonl names them",
+    ]
+
+
 def test_the_end_is_told():
     lines = plain(STATUS, summary=SUMMARY)
     assert lines[-4:] == [

@@ -18,6 +18,10 @@ from freewheel.protocols import Recorder
 from freewheel.types import Member, PromptInfo, Ref, RolloutOutcome
 
 
+MAX_DROPPED = 10
+"""Dropped prompts whose messages are kept for the display; `events.jsonl` has all."""
+
+
 class Fate(StrEnum):
     """How a sample ends."""
 
@@ -105,6 +109,8 @@ class Ledger:
         self._fates: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._prompt_failures: Counter[int] = Counter()
+        self._named: set[int] = set()
+        self.dropped: list[str] = []
 
     # -- issuing ------------------------------------------------------------------------------
 
@@ -129,6 +135,7 @@ class Ledger:
             fate, failure, message = Fate.SET_ASIDE, None, "failed too often"
         else:
             fate, failure, message = Fate.FILTERED, prompt.failure, prompt.message
+        self._name_once(prompt.prompt_index, failure, message)
         self.dropped_in_a_row += 1
         for index in range(self._group_size):
             outcome = RolloutOutcome(
@@ -140,6 +147,22 @@ class Ledger:
             )
             self._close_sample(group, outcome, fate)
         self._moved()
+
+    def _name_once(self, prompt_index: int, failure: FailureClass | None, message: str) -> None:
+        """Say which prompt is dropped, the first time it is."""
+        if prompt_index in self._named:
+            return
+        self._named.add(prompt_index)
+        self._recorder.event(
+            "prompt_dropped", prompt_index=prompt_index, failure=failure, message=message
+        )
+        if len(self.dropped) < MAX_DROPPED:
+            self.dropped.append(f"prompt {prompt_index}: {message}")
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped, each counted once."""
+        return len(self._named)
 
     def _make_group(
         self, epoch: int, prompt: PromptInfo, start_version: int, max_staleness: int
@@ -323,6 +346,7 @@ class Ledger:
             "fates": dict(self._fates),
             "failures": dict(self._failures),
             "prompt_failures": {str(k): v for k, v in self._prompt_failures.items()},
+            "dropped_prompts": sorted(self._named),
             "open": [_group_state(group) for group in self.open.values()],
         }
 
@@ -337,6 +361,7 @@ class Ledger:
         self._fates = Counter(state["fates"])
         self._failures = Counter(state["failures"])
         self._prompt_failures = Counter({int(k): v for k, v in state["prompt_failures"].items()})
+        self._named = set(state["dropped_prompts"])
         self.open = {row["group_id"]: _restore_group(row) for row in state["open"]}
         self.num_ready = sum(group.ready for group in self.open.values())
         self.check()

@@ -77,6 +77,8 @@ class StatusReport:
             validation=self._running_validation(),
             last_validation=_scored(self._validator.last_row),
             last_checkpoint=max(self._checkpointer.saved_steps, default=None),
+            num_dropped_prompts=self._ledger.num_dropped,
+            dropped_prompts=tuple(self._ledger.dropped),
             trainer_waits_for=train_waits[0] if train_waits else None,
             waits=tuple(waits),
             wall_s=now_s,
