@@ -17,7 +17,6 @@ from freewheel.errors import FailureClass, InvariantError
 from freewheel.protocols import Recorder
 from freewheel.types import Member, PromptInfo, Ref, RolloutOutcome
 
-
 MAX_DROPPED = 10
 """Dropped prompts whose messages are kept for the display; `events.jsonl` has all."""
 
