@@ -28,8 +28,14 @@ from freewheel.control.controller import (
     ValidateOnly,
     structure,
 )
-from freewheel.control.run_end import STOP_EXIT_CODES, RunEnd
-from freewheel.errors import CheckpointError, FreewheelError, StalledError, StartupError
+from freewheel.control.run_end import STOP_EXIT_CODES, RunEnd, with_error
+from freewheel.errors import (
+    CheckpointError,
+    FreewheelError,
+    RecordError,
+    StalledError,
+    StartupError,
+)
 from freewheel.hang_report import HangReporter
 from freewheel.loggers import make_sinks
 from freewheel.loop_watch import Block, LoopWatch
@@ -206,8 +212,24 @@ class _Run:
         end = await self._run_controller(controller)
         watch.close()
         self._show(controller.status())
-        for close in (self._write_summary(end), self._backend.aclose(), self._recorder.aclose()):
-            await self._within_limit(close)
+        return await self._close(end)
+
+    async def _close(self, end: RunEnd) -> RunEnd:
+        """Write what is to be kept, end the workers. Without its records a run has failed."""
+        problems = [
+            await self._within_limit("summary.json", self._write_summary(end)),
+            await self._within_limit("the records", self._recorder.aclose()),
+        ]
+        error = next((problem for problem in problems if problem is not None), None)
+        if error is not None:
+            if end.error is not None:
+                sys.stderr.write(f"{error}\n")
+            end = with_error(end, error)
+            await self._within_limit("summary.json", self._write_summary(end))
+        problem = await self._within_limit("the workers' end", self._backend.aclose())
+        if problem is not None:
+            sys.stderr.write(f"{problem}\n")
+            self._backend.kill()
         return end
 
     async def _run_controller(self, controller: Controller) -> RunEnd:
@@ -278,16 +300,18 @@ class _Run:
         await thread.run(self._folder.write_summary, end.summary)
         thread.close()
 
-    async def _within_limit(self, close: Coroutine[Any, Any, None]) -> None:
+    async def _within_limit(
+        self, what: str, close: Coroutine[Any, Any, None]
+    ) -> RecordError | None:
         """Clean up one thing: neither its failure nor its hanging keeps the others from theirs."""
         try:
             async with asyncio.timeout(_CLOSE_LIMIT_S):
                 await close
         except TimeoutError:
-            sys.stderr.write(f"{close.__qualname__}: not done within {_CLOSE_LIMIT_S:g} s\n")
-            self._backend.kill()
+            return RecordError(f"{what}: not done within {_CLOSE_LIMIT_S:g} s")
         except (FreewheelError, OSError) as error:
-            sys.stderr.write(f"{close.__qualname__}: {error}\n")
+            return RecordError(f"{what}: {error}")
+        return None
 
 
 def _report_end(end: RunEnd, folder: RunFolder) -> int:

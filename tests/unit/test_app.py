@@ -1,0 +1,116 @@
+"""How a run ends when what it leaves behind cannot be written, without any worker process."""
+
+import json
+
+import pytest
+
+from freewheel import app
+from freewheel.config import load_config
+from freewheel.control.run_end import RunEnd, make_run_end, with_error
+from freewheel.errors import RecordError, StalledError
+from freewheel.run_folder import RunFolder
+
+NUMBERS = {"steps": 3}
+
+
+class Fake:
+    """A recorder and a backend: each close does what the test says."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.num_closed = 0
+        self.num_killed = 0
+
+    async def aclose(self) -> None:
+        self.num_closed += 1
+        if self.error is not None:
+            raise self.error
+
+    def kill(self) -> None:
+        self.num_killed += 1
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that is about to close, in a folder of its own."""
+    config = load_config(None, [])
+    folder = RunFolder.create(tmp_path / "run", config)
+    monkeypatch.setattr(app, "RayBackend", lambda *args, **options: Fake())
+    yield lambda recorder: app._Run(config, folder, recorder, None, tmp_path)
+    folder.close()
+
+
+def ended(error=None, signal=None) -> RunEnd:
+    return make_run_end(error=error, stop_signal=signal, cut_short="", numbers=NUMBERS)
+
+
+def summary(run) -> dict:
+    return json.loads((run._folder.path / "summary.json").read_text())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("signal", [None, "SIGINT"])
+@pytest.mark.parametrize("error", [RecordError("disk full"), OSError("disk full")])
+async def test_a_run_without_its_records_has_failed(run, error, signal):
+    closing = run(Fake(error))
+    end = await closing._close(ended(signal=signal))
+    assert (end.status, end.exit_code) == ("failed", RecordError.exit_code)
+    assert summary(closing)["exit_code"] == RecordError.exit_code
+    assert summary(closing)["steps"] == 3
+    assert summary(closing)["cause"] == end.cause == "RecordError: the records: disk full"
+    assert closing._backend.num_closed == 1
+
+
+@pytest.mark.asyncio
+async def test_records_that_hang_fail_the_run_too(run, monkeypatch):
+    monkeypatch.setattr(app, "_CLOSE_LIMIT_S", 0.05)
+    recorder = Fake()
+
+    async def hang():
+        await app.asyncio.Event().wait()
+
+    recorder.aclose = hang
+    closing = run(recorder)
+    end = await closing._close(ended())
+    assert end.exit_code == RecordError.exit_code
+    assert "not done within 0.05 s" in end.cause
+    assert closing._backend.num_closed == 1
+
+
+@pytest.mark.asyncio
+async def test_a_summary_that_cannot_be_written_fails_the_run(run, monkeypatch):
+    closing = run(Fake())
+
+    def refuse(_):
+        raise OSError("read-only")
+
+    monkeypatch.setattr(closing._folder, "write_summary", refuse)
+    end = await closing._close(ended())
+    assert end.exit_code == RecordError.exit_code
+    assert "summary.json: read-only" in end.cause
+    assert closing._recorder.num_closed == closing._backend.num_closed == 1
+
+
+@pytest.mark.asyncio
+async def test_the_first_cause_stays(run, capsys):
+    closing = run(Fake(RecordError("disk full")))
+    end = await closing._close(ended(error=StalledError("no token")))
+    assert end.exit_code == StalledError.exit_code
+    assert summary(closing)["cause"] == "StalledError: no token"
+    assert capsys.readouterr().err == "the records: disk full\n"
+
+
+@pytest.mark.asyncio
+async def test_workers_that_do_not_end_are_killed_and_the_run_is_what_it_was(run):
+    closing = run(Fake())
+    closing._backend.error = OSError("no answer")
+    end = await closing._close(ended())
+    assert end.exit_code == 0
+    assert closing._backend.num_killed == 1
+
+
+def test_an_error_changes_the_whole_end():
+    end = with_error(ended(), RecordError("x"))
+    assert end.summary == {
+        "status": "failed", "exit_code": 11, "cause": "RecordError: x", "steps": 3
+    }  # fmt: skip
