@@ -1,6 +1,7 @@
 """How a run ends when what it leaves behind cannot be written, without any worker process."""
 
 import json
+import threading
 
 import pytest
 
@@ -9,6 +10,7 @@ from freewheel.config import load_config
 from freewheel.control.run_end import RunEnd, make_run_end, with_error
 from freewheel.errors import RecordError, StalledError
 from freewheel.run_folder import RunFolder
+from freewheel.stop_deadline import StopDeadline
 
 NUMBERS = {"steps": 3}
 
@@ -114,3 +116,96 @@ def test_an_error_changes_the_whole_end():
     assert end.summary == {
         "status": "failed", "exit_code": 11, "cause": "RecordError: x", "steps": 3
     }  # fmt: skip
+
+
+class Exit(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """Exit codes; the process goes on."""
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Exit
+
+    monkeypatch.setattr(app.os, "_exit", leave)
+    return codes
+
+
+class FakeController:
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+
+    def stop(self, name: str) -> None:
+        self.stopped.append(name)
+
+    def end_at_once(self, reason: str) -> RunEnd:
+        (signal,) = self.stopped
+        return make_run_end(error=None, stop_signal=signal, cut_short=reason, numbers=NUMBERS)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_second_signal_ends_at_once_with_a_summary(run, exits, name, code):
+    stopping, controller = run(Fake()), FakeController()
+    stopping._controller = controller
+    stopping._take_signal(name, controller)
+    try:
+        assert controller.stopped == [name]
+        assert not exits
+        with pytest.raises(Exit):
+            stopping._take_signal(name, controller)
+    finally:
+        stopping.deadline.cancel()
+    assert exits == [code]
+    assert summary(stopping)["status"] == "stopped"
+    assert summary(stopping)["cause"].startswith(f"{name}; a second signal")
+    assert stopping._backend.num_killed == 1
+
+
+def test_a_disk_that_hangs_does_not_hold_a_process_that_ends_at_once(run, exits, monkeypatch):
+    monkeypatch.setattr(app, "_LAST_SUMMARY_S", 0.05)
+    release = threading.Event()
+    stopping, controller = run(Fake()), FakeController()
+    controller.stopped = ["SIGINT"]
+    stopping._controller = controller
+    monkeypatch.setattr(stopping._folder, "write_summary", lambda _: release.wait(20))
+    with pytest.raises(Exit):
+        stopping._end_at_once("over")
+    release.set()
+    assert exits == [130]
+    assert stopping._backend.num_killed == 1
+
+
+def test_the_deadline_acts_unless_it_is_cancelled():
+    over = threading.Event()
+    deadline = StopDeadline(0.05, over.set)
+    assert deadline.left_s(otherwise=7.0) == 7.0
+    deadline.begin()
+    assert deadline.left_s(otherwise=7.0) <= 0.05
+    assert over.wait(10)
+    assert deadline.left_s(otherwise=7.0) == 0.0
+    early = threading.Event()
+    deadline = StopDeadline(0.3, early.set)
+    deadline.begin()
+    deadline.cancel()
+    assert not early.wait(0.6)
+
+
+@pytest.mark.asyncio
+async def test_closing_takes_what_is_left_of_a_stops_time(run, monkeypatch):
+    monkeypatch.setattr(app, "_EXIT_S", 0.05)
+    closing = run(Fake())
+    closing.deadline = StopDeadline(0.2, lambda: None)
+    closing.deadline.begin()
+    problem = await closing._within_limit("x", app.asyncio.Event().wait())
+    assert "x: not done within 0.1" in str(problem)
+    closing.deadline.cancel()
+
+
+@pytest.mark.parametrize(("limit_s", "work_s"), [(30.0, 25.0), (4.0, 2.0)])
+def test_a_stop_keeps_time_for_closing(limit_s, work_s):
+    config = load_config(None, [f"health.shutdown_timeout_s={limit_s}"])
+    assert config.health.stop_work_s == work_s

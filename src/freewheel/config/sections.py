@@ -18,6 +18,8 @@ STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 CountOrZero: TypeAlias = Annotated[int, Field(ge=0)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0)]
+
+_CLOSING_S = 5.0
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
@@ -375,14 +377,20 @@ class HealthConfig:
     """The control plane's event loop has not turned for so long: the run is ended from outside."""
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
-    shutdown_timeout_s: Seconds = 25.0
-    """From a stop signal to the end, the last checkpoint included."""
+    shutdown_timeout_s: Seconds = 30.0
+    """From a stop signal to the end of the process, the last checkpoint included. The last 5 s of
+    it (of a short one the half) are for the summary, the records and the workers' end."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas and rollout workers, together, before the run ends."""
     max_failed_groups_in_a_row: Count = 128
     """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3
     """Failed groups of one prompt, over all epochs, before it is set aside."""
+
+    @property
+    def stop_work_s(self) -> float:
+        """Of `shutdown_timeout_s`, the time in which work under way may end and be saved."""
+        return self.shutdown_timeout_s - min(_CLOSING_S, self.shutdown_timeout_s / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
