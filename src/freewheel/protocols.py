@@ -98,7 +98,7 @@ class RolloutWorker(Protocol):
         ...
 
     async def start(self) -> dict[Split, DatasetInfo]:
-        """Open the data and import the user's code.
+        """Open the splits that the configuration names and import the user's code.
 
         Raises:
             StartupError: the process could not be placed.

@@ -225,8 +225,28 @@ def test_a_second_sigint_ends_at_once(tmp_path):
     live.send(signal.SIGINT)
     live.wait_for_event("stop_requested")
     live.send(signal.SIGINT)
-    assert live.finish(timeout_s=10).code == 130
+    finished = live.finish(timeout_s=10)
+    assert finished.code == 130
     assert live.left_over() == []
+    assert (finished.summary["status"], finished.summary["exit_code"]) == ("stopped", 130)
+    assert "a second signal" in finished.summary["cause"]
+    assert finished.summary["samples"]["trained"] > 0
+
+
+@pytest.mark.parametrize("limit_s", [1, 4])
+def test_a_stop_ends_the_process_within_its_limit(tmp_path, limit_s):
+    """All of it has one deadline: what is under way, its checkpoint, the records, the workers."""
+    changes = {
+        "trainer": {"total_training_steps": 500, "save_freq": 0},
+        "health": {"shutdown_timeout_s": limit_s},
+    }
+    live = start(tmp_path, changes)
+    live.wait_for_event("weights_published", count=3)
+    live.send(signal.SIGINT)
+    finished = live.finish(timeout_s=limit_s + 5)  # of the machine's, not of the run's
+    assert finished.code == 130, finished.err
+    assert live.left_over() == []
+    assert finished.summary["status"] == "stopped"
 
 
 def test_a_non_finite_loss_ends_the_run_with_its_cause(tmp_path):

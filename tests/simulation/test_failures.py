@@ -363,11 +363,12 @@ def test_a_write_that_is_left_delays_the_end_by_its_limit_and_changes_no_cause(w
             return hang_at(method, call=1)
         return fail_after(8.0, CheckpointError("disk full"))
 
-    run = simulate(small_config(save_freq=1), SLOW_DISK, act=break_rollouts_after(1, write=write))
+    config = small_config(save_freq=1)
+    run = simulate(config, SLOW_DISK, act=break_rollouts_after(1, write=write))
     ends_with(run, BROKEN.exit_code, "the rollouter is broken")
     assert run.end.summary["checkpoints"] == []
     failed_s = next(e["t_s"] for e in run.recorder.rows("events") if e["event"] == "loop_failed")
-    limit_s = 25.0 if wrong == "hangs" else 8.0  # health.shutdown_timeout_s
+    limit_s = config.health.shutdown_timeout_s if wrong == "hangs" else 8.0
     assert run.ended_s - failed_s <= limit_s + 0.1
     overdue = [e for e in run.recorder.rows("events") if e["event"] == "checkpoint_overdue"]
     assert len(overdue) == (wrong == "hangs")

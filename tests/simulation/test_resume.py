@@ -55,7 +55,7 @@ def test_stopped_and_resumed(mode, stop_at_s):
     run = simulate(config, settings, stop_at_s=stop_at_s)
     assert run.end.exit_code == 130
     assert run.end.status == "stopped"
-    assert run.ended_s - stop_at_s <= config.health.shutdown_timeout_s + 5
+    assert run.ended_s - stop_at_s <= config.health.shutdown_timeout_s
     check_story(config, finish(config, settings, run))
 
 

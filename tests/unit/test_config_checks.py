@@ -91,7 +91,7 @@ def test_a_long_rollout_is_no_matter_when_nothing_is_validated():
         ),
         (
             ("actor.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"),
-            ["actor.optim.lr_warmup_steps = 10", "trainer.total_training_steps = 10"],
+            ["actor.optim.lr_warmup_steps = 10", "10 optimizer steps in 10 trainer steps"],
         ),
         (
             ("async_training.staleness_threshold=1.5", "async_training.max_staleness=1"),

@@ -18,6 +18,8 @@ STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 CountOrZero: TypeAlias = Annotated[int, Field(ge=0)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0)]
+
+_CLOSING_S = 5.0
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
@@ -83,7 +85,8 @@ class RolloutConfig:
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: keep the smallest set of tokens with this probability."""
+    """Nucleus sampling: keep the smallest set of tokens with this probability. The trainer scores
+    under these three filters too, so that importance ratios are right; that costs it some time."""
     top_k: Annotated[int, Field(ge=-1)] = 0
     """Keep the so many likeliest tokens; 0 or -1: all."""
     min_p: Fraction = 0.0
@@ -152,6 +155,9 @@ class OptimConfig:
     """Shape after the warm-up."""
     lr_warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
+    total_training_steps: Count | None = None
+    """Trainer steps over which `linear` and `cosine` run. Unset: all of the run, as
+    `trainer.total_training_steps` says or `trainer.total_epochs` gives."""
     min_lr_ratio: Fraction = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -372,9 +378,10 @@ class HealthConfig:
     """The control plane's event loop has not turned for so long: the run is ended from outside."""
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
-    shutdown_timeout_s: Seconds = 25.0
-    """From a stop signal to the end, the last checkpoint included; after a failure, for the writing
-    of checkpoints that are cut already."""
+    shutdown_timeout_s: Seconds = 30.0
+    """From a stop signal to the end of the process, the last checkpoint included. The last 5 s of
+    it (of a short one the half) are for the summary, the records and the workers' end. After a
+    failure, the time in which checkpoints that are cut already are written."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas, rollout workers and trainers, together, within
     `health.restart_window_s`, before the run ends."""
@@ -388,6 +395,11 @@ class HealthConfig:
     """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3
     """Failed groups of one prompt, over all epochs, before it is set aside."""
+
+    @property
+    def stop_work_s(self) -> float:
+        """Of `shutdown_timeout_s`, the time in which work under way may end and be saved."""
+        return self.shutdown_timeout_s - min(_CLOSING_S, self.shutdown_timeout_s / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from freewheel.control.worker_pool import WorkerPool
 from freewheel.errors import (
     CheckpointError,
     LoopEndedError,
+    NoScoreError,
     RecordError,
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
@@ -67,7 +68,7 @@ class Controller:
         recorder: takes the run's records.
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
-        validate_only: no training, one validation.
+        validate_only: no training, one validation; the run fails if that gives no score.
         reporter: keeps the evidence when the watchdog finds a stall; None: no watchdog.
         started_s: run time at which this process takes over (0 for a new run), in seconds.
         on_status: is given the state of the run every `logging.interval_s`; must return at once.
@@ -253,6 +254,14 @@ class Controller:
         self._cause = None if error is None else first_leaf(error)
         return self._end()
 
+    def end_at_once(self, reason: str) -> RunEnd:
+        """The end of a stopped run that is not waited for; from any thread.
+
+        Args:
+            reason: why it is not.
+        """
+        return self._end(cut_short=reason)
+
     async def run(self) -> RunEnd:
         """Run to the end, whatever the end."""
         self._recorder.event("run_started", resumed_from=self._resume and str(self._resume.folder))
@@ -271,11 +280,12 @@ class Controller:
         """Stop admitting, checkpoint, end. Called on SIGINT (`SIGINT`) or SIGTERM (`SIGTERM`)."""
         if self._stop_signal is None:
             self._stop_signal = signal_name
-            self._recorder.event("stop_requested", signal=signal_name)
             self.admission.hold(signal_name)
             self.train.stop()
             self._stop_requested.set()
             self.ledger.changed.notify()
+            # Last: if records fail, the run stops all the same.
+            self._recorder.event("stop_requested", signal=signal_name)
 
     async def _run_loops(self) -> None:
         """All loops; that of the checkpoints outlives the others, to write what is already cut."""
@@ -388,6 +398,11 @@ class Controller:
         await self.train.publish(due.version)
         self.validator.request(step=due.step, version=due.version)
         await self.validator.drain(lambda: self._stop_signal is not None)
+        row = self.validator.last_row
+        if self._stop_signal is None and (row is None or row["score"] is None):
+            raise NoScoreError(
+                "the validation has no score" + ("" if row is None else f": {row['reason']}")
+            )
 
     async def _report(self, on_status: Callable[[RunStatus], None]) -> None:
         """Say how the run stands.
@@ -415,7 +430,7 @@ class Controller:
     async def _limit_stop(self) -> None:
         """After a stop was asked for, wait for its limit at most."""
         await self._stop_requested.wait()
-        limit_s = self.config.health.shutdown_timeout_s
+        limit_s = self.config.health.stop_work_s
         await asyncio.sleep(limit_s)
         self._recorder.event("stop_overdue", limit_s=limit_s, waits=self.waits.describe())
         self._cut_short = True
@@ -511,12 +526,12 @@ class Controller:
         shared = self.config.rollout.replicas
         return busy_s + self.pool.busy_s(), total_s + elapsed_s * shared
 
-    def _end(self) -> RunEnd:
+    def _end(self, cut_short: str = "") -> RunEnd:
         busy_s, total_s = self._busy_and_total_s()
         return make_run_end(
             error=self._cause,
             stop_signal=self._stop_signal,
-            cut_short=self._describe_cut_short(),
+            cut_short=cut_short or self._describe_cut_short(),
             numbers={
                 "steps": self.train.state.step,
                 "policy_version": self.train.state.version,
@@ -535,10 +550,11 @@ class Controller:
         if not self._cut_short:
             return ""
         saved = max(self.checkpointer.saved_steps, default=None)
+        health = self.config.health
         return (
-            "what was under way did not end within "
-            f"{self.config.health.shutdown_timeout_s:g} s (health.shutdown_timeout_s): the newest "
-            f"checkpoint is of step {saved}, the run was at step {self.train.state.step}"
+            f"what was under way did not end within {health.stop_work_s:g} s "
+            f"(health.shutdown_timeout_s={health.shutdown_timeout_s:g}, closing taken off): the "
+            f"newest checkpoint is of step {saved}, the run was at step {self.train.state.step}"
         )
 
 

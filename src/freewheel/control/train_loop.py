@@ -97,6 +97,7 @@ class TrainLoop:
         self._run_time_s = run_time_s
         self._cut_step = -1
         self._step_began_s = 0.0
+        self._busy_before_s = 0.0
         self._timing_s: dict[str, float] = {}
 
     # -- beginnings ---------------------------------------------------------------------------
@@ -325,12 +326,14 @@ class TrainLoop:
 
     def _record(self, groups: Sequence[Group], result: TrainResult) -> None:
         now_s = self._now_s()
-        timing_s, self._timing_s = {**self._timing_s, "step": now_s - self._step_began_s}, {}
+        step_s = now_s - self._step_began_s
+        timing_s, self._timing_s = {**self._timing_s, "step": step_s}, {}
         self._step_began_s = now_s
         row: dict[str, Any] = {
             **group_metrics(groups, version=self.state.version),
             **result.metrics,
             **{f"timing_s/{name}": round(value, 6) for name, value in timing_s.items()},
+            "fully_async/rollouter/idle_ratio": self._idle_ratio(step_s),
             "fully_async/count/groups_ready": self._ledger.num_ready,
             "fully_async/count/groups_running": self._rollouter.num_running,
         }
@@ -341,6 +344,12 @@ class TrainLoop:
             "time_s": round(self._run_time_s(), 6),
         }
         self._recorder.metrics({**place, **row})
+
+    def _idle_ratio(self, step_s: float) -> float:
+        """Share of the time since the row before in which a shared replica had no work."""
+        busy_s, self._busy_before_s = self._pool.busy_s() - self._busy_before_s, self._pool.busy_s()
+        total_s = step_s * self._config.rollout.replicas
+        return round(min(1.0, max(0.0, 1 - busy_s / total_s)), 6) if total_s else 0.0
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

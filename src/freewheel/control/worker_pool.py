@@ -9,6 +9,8 @@ from freewheel.errors import DataError, RolloutWorkerLostError, StartupError
 from freewheel.protocols import Backend, Recorder, RolloutWorker
 from freewheel.types import DatasetInfo, Split
 
+_FILES = {Split.TRAIN: "data.train_files", Split.VALIDATION: "data.val_files"}
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerSlot:
@@ -90,8 +92,9 @@ class WorkerPool:
 
     def _check_datasets(self, worker_id: int, datasets: dict[Split, DatasetInfo]) -> None:
         if self.datasets is None:
-            if datasets[Split.TRAIN].num_prompts < 1:
-                raise DataError("data.train_files holds no prompt")
+            for split, key in _FILES.items():
+                if split in datasets and datasets[split].num_prompts < 1:
+                    raise DataError(f"{key} holds no prompt")
             self.datasets = datasets
         elif datasets != self.datasets:
             raise DataError(

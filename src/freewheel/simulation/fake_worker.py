@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from freewheel.errors import (
     FailureClass,
@@ -50,9 +51,14 @@ class FakeRolloutWorker(FakeProcess):
         seconds = self._world.jittered(settings.startup_s, "worker", self._incarnation)
         if not await self._come_up(seconds):
             raise RolloutWorkerLostError(f"rollout worker {self._worker_id} died at start")
+        data = self._world.config.data
         return {
-            Split.TRAIN: DatasetInfo(num_prompts=settings.num_prompts, fingerprint="train"),
-            Split.VALIDATION: DatasetInfo(num_prompts=settings.num_val_prompts, fingerprint="val"),
+            split: DatasetInfo(num_prompts=num_prompts, fingerprint=split.value)
+            for split, files, num_prompts in (
+                (Split.TRAIN, data.train_files, settings.num_prompts),
+                (Split.VALIDATION, data.val_files, settings.num_val_prompts),
+            )
+            if files
         }
 
     async def prepare(self, split: Split, indices: Sequence[int]) -> list[PromptInfo]:
@@ -114,6 +120,14 @@ class FakeRolloutWorker(FakeProcess):
         return tuple(task.result() for task in tasks)
 
     async def _run_member(
+        self, request: GroupRequest, member: Member, replica: FakeReplica
+    ) -> RolloutOutcome:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        outcome = await self._play_member(request, member, replica)
+        return replace(outcome, wall_s=loop.time() - began_s)
+
+    async def _play_member(
         self, request: GroupRequest, member: Member, replica: FakeReplica
     ) -> RolloutOutcome:
         began_s = asyncio.get_running_loop().time()

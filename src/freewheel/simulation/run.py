@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from freewheel.config.sections import Config
-from freewheel.control.controller import Controller, ResumePoint
+from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
 from freewheel.control.run_end import RunEnd
 from freewheel.control.watchdog import Reporter
 from freewheel.simulation.fakes import FakeBackend, FakeDisk, FakeTrajectory
@@ -37,7 +37,7 @@ class SimRun:
     num_strikes: int = 0
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 - each is another way to disturb a run
     config: Config,
     settings: SimSettings,
     *,
@@ -46,6 +46,7 @@ def simulate(
     stop_at_s: float | None = None,
     act: Callable[[Controller, FakeBackend], Any] | None = None,
     reporter: Reporter | None = None,
+    validate_only: ValidateOnly | None = None,
     debug: bool = False,
 ) -> SimRun:
     """Run a simulation to its end.
@@ -58,6 +59,7 @@ def simulate(
         stop_at_s: ask for a stop at this virtual time, as SIGINT does.
         act: called once with controller and backend before the run starts.
         reporter: given the stalls that the watchdog finds; None: no watchdog, no replica health.
+        validate_only: no training, one validation.
         debug: asyncio's debug mode.
 
     Raises:
@@ -79,6 +81,7 @@ def simulate(
             checkpoints=run.checkpoints,
             resume=resume,
             reporter=reporter,
+            validate_only=validate_only,
             started_s=0.0 if resume is None else resume.control["run_s"],
         )
         if act is not None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from freewheel.config.sections import Config
 from freewheel.errors import CheckpointError, InvariantError, StartupError
+from freewheel.sampling_filters import Filters
 from freewheel.trainer import optim, state
 from freewheel.trainer.batching import (
     MiniBatch,
@@ -42,8 +43,8 @@ class TrainerCore:
         config: of the run.
         model_path: Hugging Face folder of the initial policy.
         ranks: this process among the trainer's; alone by default.
-        total_optimizer_steps: of the run, where the schedule ends. Unset: as
-            `trainer.total_training_steps` gives.
+        total_optimizer_steps: where the schedule ends. Unset: as `actor.optim.total_training_steps`
+            or `trainer.total_training_steps` gives.
 
     Raises:
         ConfigError: the schedule needs a number of steps and there is none.
@@ -223,7 +224,7 @@ class TrainerCore:
         return self._policy.model
 
     def _build_policy(self, weights: Path) -> Policy:
-        actor = self._config.actor
+        actor, rollout = self._config.actor, self._config.rollout
         model = state.load_model(weights, trust_remote_code=self._config.model.trust_remote_code)
         torch.nn.Module.to(model, self._device)
         # Recorded logprobs have no dropout in them, so neither has training. Only layers that
@@ -234,7 +235,8 @@ class TrainerCore:
             _recompute_activations(model)
         policy = Policy(
             model,
-            temperature=self._config.rollout.temperature,
+            temperature=rollout.temperature,
+            filters=Filters(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p),
             autocast_dtype=torch.bfloat16 if actor.dtype == "bfloat16" else None,
             entropy_grad=actor.entropy_coeff > 0,
         )
