@@ -15,27 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.backends.ray import RayBackend
-from freewheel.checkpoint import (
-    Checkpoint,
-    FileCheckpointStore,
-    find_checkpoint,
-    read_checkpoint,
-)
+from freewheel.checkpoint import FileCheckpointStore, read_checkpoint
 from freewheel.config import Config
-from freewheel.control.controller import (
-    Controller,
-    ResumePoint,
-    ValidateOnly,
-    structure,
-)
+from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
 from freewheel.control.run_end import STOP_EXIT_CODES, RunEnd
-from freewheel.errors import CheckpointError, FreewheelError, StalledError, StartupError
+from freewheel.errors import FreewheelError, StalledError, StartupError
 from freewheel.hang_report import HangReporter
 from freewheel.loggers import make_sinks
 from freewheel.loop_watch import Block, LoopWatch
 from freewheel.models import resolve_model
 from freewheel.progress import Progress, make_progress
 from freewheel.recorder import FileRecorder
+from freewheel.resuming import take_up
 from freewheel.run_folder import RunFolder
 from freewheel.status import RunStatus
 from freewheel.threads import CallThread
@@ -44,13 +35,16 @@ _CLOSE_LIMIT_S = 10.0
 """How long each of summary, workers and records has at the end of the run."""
 
 
-def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
-    """Train, from the beginning or on from the newest checkpoint.
+def run_training(
+    config: Config, run_dir: Path, *, resume: bool, from_step: int | None = None
+) -> int:
+    """Train, from the beginning or on from a checkpoint.
 
     Args:
         config: checked configuration.
         run_dir: folder of the run, new unless `resume`.
         resume: go on with the run that the folder holds.
+        from_step: with `resume`, from the checkpoint of this step, not from the newest whole one.
 
     Returns:
         The exit code of the run (docs/exit-codes.md).
@@ -58,13 +52,10 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     Raises:
         ConfigError, CheckpointError: the run cannot start; nothing was started or overwritten.
     """
-    checkpoint = _find_resumable(run_dir, config) if resume else None
     folder = RunFolder.resume(run_dir) if resume else RunFolder.create(run_dir, config)
     try:
-        if resume:
-            folder.cut_back({} if checkpoint is None else checkpoint.control["num_rows"])
-            folder.write_config(config)
-        point = checkpoint and ResumePoint(folder=checkpoint.folder, control=checkpoint.control)
+        model = resolve_model(config.model.path)
+        point = take_up(folder, config, model, from_step) if resume else None
         return _run(config, folder, model=config.model.path, resume=point)
     finally:
         folder.close()
@@ -94,28 +85,6 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         return _run(config, folder, model=model, validate_only=due)
     finally:
         folder.close()
-
-
-def _find_resumable(run_dir: Path, config: Config) -> Checkpoint | None:
-    """The newest whole checkpoint of a run; says which had to be passed over."""
-    root = RunFolder.look(run_dir).path / "checkpoints"
-    checkpoint, problems = find_checkpoint(root)
-    for problem in problems:
-        sys.stderr.write(f"passed over a broken checkpoint: {problem}\n")
-    if checkpoint is None:
-        if problems:
-            raise CheckpointError(f"{root}: no checkpoint is whole; see above")
-        sys.stderr.write(f"{root}: no checkpoint yet, the run starts from the beginning\n")
-        return None
-    before, now = checkpoint.control["structure"], structure(config)
-    changed = [
-        f"{key}={now[key]!r}, but the run has {before.get(key)!r}"
-        for key in now
-        if now[key] != before.get(key)
-    ]
-    if changed:
-        raise CheckpointError(f"a resumed run cannot change {'; '.join(changed)}")
-    return checkpoint
 
 
 def _run(
