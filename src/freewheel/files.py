@@ -53,7 +53,8 @@ def copy_file(source: Path, target: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, if need be."""
-    path.mkdir(parents=True, exist_ok=True)
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def move(source: Path, target: Path) -> None:

@@ -91,8 +91,8 @@ def _check_step(folder: Path, step: int, control_step: int) -> None:
     named = step_of(folder) if _NAME.fullmatch(folder.name) else step
     if not named == step == control_step:
         raise CheckpointError(
-            f"{folder}: the folder is named for step {named}, its manifest says {step} and "
-            f"{CONTROL} {control_step}"
+            f"{folder / MANIFEST}: says step {step}, {CONTROL} step {control_step}; the folder is "
+            f"named {folder.name}"
         )
 
 
