@@ -26,6 +26,7 @@ def check_ledger(run, *, num_prompts: int) -> None:
     assert run.summary["samples"]["trained"] == 4 * num_prompts
 
 
+@pytest.mark.timeout(900)  # three whole runs
 def test_killed_while_a_checkpoint_is_written_then_resumed_then_resumed_from_an_older_one(tmp_path):
     changes = {
         "trainer": {
