@@ -17,6 +17,7 @@
     ├── LoopEndedError                 10   a loop of the controller ended before the run did
     ├── RecordError                    11   the run's records cannot be written or read
     └── RolloutError                    -   one rollout failed: data, never the end of a run
+        └── ToolTimeoutError
 
 130 and 143 are the shell's codes for SIGINT and SIGTERM.
 """
@@ -136,3 +137,7 @@ class RolloutError(FreewheelError):
     def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureClass, str]]:
         """Both arguments: by default only an exception's message goes to another process."""
         return type(self), (self.failure, str(self))
+
+
+class ToolTimeoutError(RolloutError):
+    """A tool did not return in time. The environment may catch it, and tell the model."""

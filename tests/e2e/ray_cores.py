@@ -95,7 +95,7 @@ def _generation(request, version):
 
 
 class Worker:
-    def __init__(self, config, model_path, worker_id):
+    def __init__(self, config, model_path, worker_id, *, on_loop_report):
         self.worker_id = worker_id
 
     async def start(self):

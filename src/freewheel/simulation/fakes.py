@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,19 @@ from freewheel.errors import (
     CheckpointError,
     FailureClass,
     InvariantError,
+    LostError,
     ReplicaLostError,
     RolloutError,
     RolloutWorkerLostError,
+    TrainerLostError,
 )
-from freewheel.protocols import Replica, RolloutWorker, Trainer
+from freewheel.protocols import Replica, RolloutWorker, Trainer, Watched
 from freewheel.simulation.settings import SimSettings
 from freewheel.types import (
     DatasetInfo,
     GroupRequest,
     GroupResult,
+    LoopReport,
     Member,
     PromptInfo,
     Purpose,
@@ -114,7 +117,10 @@ class _Mortal:
 
     waiting_for = ""
 
-    def __init__(self) -> None:
+    def __init__(self, who: str, lost: type[LostError]) -> None:
+        self._who = who
+        self._lost = lost
+        self._reports: list[LoopReport] = []
         self._died = asyncio.Event()
         self._lives_until_s: float | None = None
 
@@ -143,6 +149,18 @@ class _Mortal:
         except TimeoutError:
             pass
 
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """What `say_of_loop` was told; looks for it before and after its wait."""
+        if len(self._reports) <= after:
+            await self._sleep_or_die(wait_s)
+        if self._died.is_set():
+            raise self._lost(f"{self._who} died")
+        return self._reports[after:]
+
+    def say_of_loop(self, report: LoopReport) -> None:
+        """Let the watch report this, under the next number."""
+        self._reports.append(replace(report, number=len(self._reports) + 1))
+
     @property
     def is_dead(self) -> bool:
         """True once it died."""
@@ -157,7 +175,7 @@ class FakeReplica(_Mortal):
     """An engine that samples at a fixed rate a request, under whatever version is active."""
 
     def __init__(self, backend: FakeBackend, replica_id: int, incarnation: int) -> None:
-        super().__init__()
+        super().__init__(f"replica {replica_id}", ReplicaLostError)
         self._backend = backend
         self._replica_id = replica_id
         self._incarnation = incarnation
@@ -242,7 +260,7 @@ class FakeRolloutWorker(_Mortal):
     """Runs fake rollouts: draws a length, generates, rewards."""
 
     def __init__(self, backend: FakeBackend, worker_id: int, incarnation: int) -> None:
-        super().__init__()
+        super().__init__(f"rollout worker {worker_id}", RolloutWorkerLostError)
         self._backend = backend
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -361,13 +379,18 @@ class FakeTrainer(_Mortal):
     """Digests what it is trained on; remembers every trained trajectory."""
 
     def __init__(self, backend: FakeBackend) -> None:
-        super().__init__()
+        super().__init__("the trainer", TrainerLostError)
         self.trained: list[tuple[int, int, FakeTrajectory]] = []
         self.digest = "initial"
         self._backend = backend
         self._step = 0
         self._copies: dict[int, dict[str, Any]] = {}
         self._restored: Weights | None = None
+
+    @property
+    def processes(self) -> Sequence[Watched]:
+        """Itself."""
+        return (self,)
 
     async def start(self, checkpoint: Path | None) -> TrainerInfo:
         """Take the start-up time; load a state of the disk."""
