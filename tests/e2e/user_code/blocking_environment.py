@@ -36,11 +36,15 @@ class HoldsTheLock(SingleTurn):
     """
 
     async def run(self, episode: Episode) -> RewardResult:
-        marker = Path(os.environ["BLOCKED_ONCE"])
-        if episode.sample_id == "2-1" and not marker.exists():
-            marker.touch()
-            ctypes.PyDLL(None).sleep(60)
+        if episode.sample_id == "2-1":
+            _hold_the_lock_once(Path(os.environ["BLOCKED_ONCE"]))
         return await super().run(episode)
+
+
+def _hold_the_lock_once(marker: Path) -> None:
+    if not marker.exists():
+        marker.touch()
+        ctypes.PyDLL(None).sleep(60)
 
 
 class IgnoresCancellation(SingleTurn):
