@@ -147,7 +147,7 @@ class Bench:
 @contextlib.asynccontextmanager
 async def open_bench(folder, tokenizer, rows, *, environment="single_turn", **rollout):
     """A started worker; environments are of `rollout_usercode`."""
-    if environment != "single_turn":
+    if environment != "single_turn" and ":" not in environment:
         environment = f"{user.__name__}:{environment}"
     config = config_for(folder, rows, environment=environment, **rollout)
     reports = []

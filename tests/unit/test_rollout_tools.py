@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +126,18 @@ async def test_the_end_of_an_episode_cancels_a_tool_left_behind(bench):
         await until(lambda: "tool cancelled" in user.SEEN)
         await until(lambda: at.worker.num_leaked == 0)
         assert len(asyncio.all_tasks()) == 1
+
+
+async def test_the_environment_of_the_documentation(bench, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    (tmp_path / "documented_environment.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    async with bench("done", environment="documented_environment:Search") as at:
+        engine = at.engine(
+            lambda request: "done" if request.request_id.endswith("/1") else '{"query": "x"}'
+        )
+        (outcome,), _ = await at.worker.run_group(group_request(1), engine)
+        assert (outcome.failure, outcome.reward) == (None, 1.0)
+        prompt = at.decode(engine.calls[1][0].prompt_token_ids)
+        assert "no page about x" in prompt
