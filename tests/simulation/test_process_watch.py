@@ -133,7 +133,7 @@ def test_a_worker_that_says_nothing_is_told_and_then_replaced(answers_again):
         watch, run_group, until_s = worker.watch, worker.run_group, 0.0
 
         async def silent():
-            await worker._sleep_or_die(until_s - asyncio.get_running_loop().time())
+            await worker._live(until_s - asyncio.get_running_loop().time())
 
         async def no_watch(after, wait_s):
             await silent()
