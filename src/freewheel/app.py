@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from freewheel.backends.ray import RayBackend
-from freewheel.checkpoint import FileCheckpointStore, read_checkpoint
+from freewheel.checkpoint import FileCheckpointStore, find_checkpoint, read_checkpoint
 from freewheel.config import Config
 from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
 from freewheel.control.run_end import RunEnd, with_error
@@ -28,6 +28,8 @@ from freewheel.errors import (
     RecordError,
     StalledError,
     StartupError,
+    TrainerStateLostError,
+    WeightsLostError,
 )
 from freewheel.hang_report import HangReporter
 from freewheel.loggers import make_sinks
@@ -79,11 +81,35 @@ def run_training(
     try:
         model = resolve_model(config.model.path)
         point = take_up(folder, config, model, from_step) if resume else None
-        # Not into the run's folder: a resumed run may have more epochs.
-        config = _with_optim(config, total_training_steps=schedule_steps)
-        return _run(config, folder, model=config.model.path, resume=point)
+        end = _train(config, folder, model, point, schedule_steps)
+        return _report_end(end, folder)
     finally:
         folder.close()
+
+
+def _train(
+    config: Config,
+    folder: RunFolder,
+    model: Path,
+    point: ResumePoint | None,
+    schedule_steps: int | None,
+) -> RunEnd:
+    """Train to an end. What takes down more than can be replaced costs the way from a checkpoint.
+
+    The run then goes on from its newest checkpoint by itself, as a resume would; twice from the
+    same one it does not.
+    """
+    # Not into the run's folder: a resumed run may have more epochs.
+    scheduled = _with_optim(config, total_training_steps=schedule_steps)
+    while True:
+        end = _run(scheduled, folder, model=model, resume=point)
+        if not isinstance(end.error, TrainerStateLostError | WeightsLostError):
+            return end
+        newest, _ = find_checkpoint(folder.checkpoints_path)
+        if newest is None or (point is not None and point.folder == newest.folder):
+            return end
+        sys.stderr.write(f"{end.cause}\nthe run goes on from {newest.folder}\n")
+        point = take_up(folder, config, model, None)
 
 
 def run_validation(config: Config, target: str, out_dir: Path) -> int:
@@ -110,7 +136,8 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
     config = _with_optim(config, lr_scheduler_type="constant", lr_warmup_steps=0)
     config = replace(config, data=replace(config.data, train_files=()))
     try:
-        return _run(config, folder, model=model, validate_only=due)
+        end = _run(config, folder, model=resolve_model(model), validate_only=due)
+        return _report_end(end, folder)
     finally:
         folder.close()
 
@@ -124,17 +151,16 @@ def _run(
     config: Config,
     folder: RunFolder,
     *,
-    model: str,
+    model: Path,
     resume: ResumePoint | None = None,
     validate_only: ValidateOnly | None = None,
-) -> int:
-    model_path = resolve_model(model)
+) -> RunEnd:
     resumed_step = None if resume is None else resume.control["train"]["step"]
     sinks = make_sinks(config, folder, resumed_step=resumed_step)
     recorder = FileRecorder(folder, sinks=sinks)
     progress = make_progress(config.logging.progress)
     summary = None
-    run = _Run(config, folder, recorder, progress, model_path)
+    run = _Run(config, folder, recorder, progress, model)
     try:
         with asyncio.Runner() as runner:
             end = runner.run(run.run(resume, validate_only))
@@ -142,7 +168,7 @@ def _run(
     finally:
         progress.close(summary)
         run.deadline.cancel()
-    return _report_end(end, folder)
+    return end
 
 
 class _Run:

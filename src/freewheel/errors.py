@@ -10,6 +10,7 @@
     │   ├── ReplicaLostError
     │   ├── RolloutWorkerLostError
     │   ├── TrainerLostError
+    │   │   └── TrainerStateLostError
     │   ├── TrajectoriesLostError
     │   └── WeightsLostError
     ├── TrainingDivergedError           6   loss or gradient is not finite
@@ -87,6 +88,10 @@ class RolloutWorkerLostError(LostError):
 
 class TrainerLostError(LostError):
     """The trainer is gone."""
+
+
+class TrainerStateLostError(TrainerLostError):
+    """The trainer is gone, and what would bring it back to where it was; a checkpoint is left."""
 
 
 class TrajectoriesLostError(LostError):

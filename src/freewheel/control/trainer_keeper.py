@@ -23,6 +23,7 @@ from freewheel.errors import (
     StalledError,
     StartupError,
     TrainerLostError,
+    TrainerStateLostError,
     TrajectoriesLostError,
     WeightsLostError,
 )
@@ -312,6 +313,8 @@ class TrainerKeeper:
                 await self._bring_back(waiter)
             except OverdueError as error:
                 raise error.error from cause
+            except TrainerStateLostError:
+                raise
             except TrainerLostError as error:
                 cause = error
             else:
@@ -319,10 +322,10 @@ class TrainerKeeper:
 
     def _check_replayable(self, cause: TrainerLostError) -> None:
         if self._saved_step < self._journal_from:
-            raise TrainerLostError(
+            raise TrainerStateLostError(
                 f"{cause}; it cannot be brought back: what was trained since the checkpoint of "
                 f"step {self._saved_step} is more than health.trainer_replay_bytes="
-                f"{self._health.trainer_replay_bytes} holds; resume the run from its checkpoint"
+                f"{self._health.trainer_replay_bytes} holds"
             ) from cause
 
     async def _bring_back(self, waiter: str) -> None:
@@ -367,9 +370,9 @@ class TrainerKeeper:
         try:
             await self._ask(call, lambda trainer: trainer.train_step(request), self._trainer)
         except TrajectoriesLostError as error:
-            raise TrainerLostError(
+            raise TrainerStateLostError(
                 f"the trainer cannot be brought back: trajectories of step {request.step} are "
-                f"gone, too ({error}); resume the run from its checkpoint"
+                f"gone, too ({error})"
             ) from error
         self.num_moves += 1
 

@@ -7,7 +7,14 @@ from typing import Any, TypeVar
 
 from freewheel.backends.ray.process import RemoteProcess
 from freewheel.backends.ray.translate import Answer
-from freewheel.errors import InvariantError, LostError, ReplicaLostError, WeightsLostError
+from freewheel.errors import (
+    InvariantError,
+    LostError,
+    ReplicaLostError,
+    TrainerLostError,
+    TrajectoriesLostError,
+    WeightsLostError,
+)
 from freewheel.protocols import Replica
 from freewheel.types import (
     DatasetInfo,
@@ -197,7 +204,12 @@ class RayTrainer:
     ) -> None:
         """Rank 0 has the whole copy and writes it, with the published versions still needed."""
         versions = {weights.version: weights.ref for weights in held}
-        await self._first.call("write_state", step, folder, tuple(trajectories), versions)
+        try:
+            await self._first.call("write_state", step, folder, tuple(trajectories), versions)
+        except (TrainerLostError, TrajectoriesLostError):
+            raise
+        except LostError as error:
+            raise WeightsLostError(f"weights that the checkpoint needs: {error}") from error
 
     def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
         """References at once; an error of reading reaches whoever uses one."""
