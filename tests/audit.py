@@ -80,6 +80,7 @@ SUMMARY_FIELDS: dict[str, Any] = {
     "policy_version": int,
     "samples": dict,
     "failures": dict,
+    "late_results": int,
     "wall_s": NUMBER,
     "trainer_wait_s": dict,
     "rollout_idle_ratio": NUMBER,

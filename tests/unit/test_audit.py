@@ -127,6 +127,7 @@ def make_summary() -> dict:
         "policy_version": 3,
         "samples": counts,
         "failures": {"timeout": 2, "over_long_prompt": 2},
+        "late_results": 0,
         "wall_s": 70.0,
         "trainer_wait_s": {"samples": 1.0, "validation": 0, "checkpoint": 0, "sync": 0},
         "rollout_idle_ratio": 0.1,
