@@ -163,7 +163,7 @@ class FakeReplica(_Mortal):
         self._incarnation = incarnation
         self._history: list[tuple[float, int]] = []
         self._num_tokens = 0
-        self._num_running = 0
+        self._began_s: list[float] = []
         self.num_updates = 0
 
     @property
@@ -196,7 +196,15 @@ class FakeReplica(_Mortal):
             raise ReplicaLostError(
                 f"replica {self._replica_id} died while it loaded version {weights.version}"
             )
-        self._history.append((asyncio.get_running_loop().time(), weights.version))
+        self._activate(weights.version)
+
+    def _activate(self, version: int) -> None:
+        """Note the moment; forget versions that ended before anything that still runs began."""
+        now_s = asyncio.get_running_loop().time()
+        self._history.append((now_s, version))
+        oldest_s = min(self._began_s, default=now_s)
+        while len(self._history) > 1 and self._history[1][0] <= oldest_s:
+            del self._history[0]
 
     async def generate(self, num_tokens: int) -> VersionSpans:
         """Sample so many tokens; their versions, by the moments of activation."""
@@ -204,11 +212,11 @@ class FakeReplica(_Mortal):
             raise InvariantError(f"replica {self._replica_id} has no weights to serve")
         rate = self._backend.settings.tokens_per_s
         began_s = asyncio.get_running_loop().time()
-        self._num_running += 1
+        self._began_s.append(began_s)
         try:
             alive = await self._live(num_tokens / rate)
         finally:
-            self._num_running -= 1
+            self._began_s.remove(began_s)
         if not alive:
             raise ReplicaLostError(f"replica {self._replica_id} died")
         self._num_tokens += num_tokens
@@ -232,7 +240,7 @@ class FakeReplica(_Mortal):
         """Counters."""
         return ReplicaStats(
             version=self.version,
-            num_running=self._num_running,
+            num_running=len(self._began_s),
             num_waiting=0,
             num_generated_tokens=self._num_tokens,
         )
