@@ -82,11 +82,11 @@ class Moments:
         """Return when the moment is there; False if the run ended before."""
         reached = {
             "start-up": lambda: self._events.counts()["run_started"] > 0,
-            "training": self._after_versions(self._rng.randint(2, 3)),
-            "writing": self.is_writing,
+            "training": self._after_saves(self._rng.randint(1, 2), lambda: True),
+            "writing": self._after_saves(self._rng.randint(0, 1), self.is_writing),
             "validation": self.is_validating,
         }[kind]
-        most_s = {"start-up": 3.0, "training": 0.4, "writing": 0.03, "validation": 0.3}[kind]
+        most_s = {"start-up": 3.0, "training": 0.6, "writing": 0.03, "validation": 0.3}[kind]
         return self._until(reached, timeout_s) and self._pause(self._rng.uniform(0, most_s))
 
     def is_writing(self) -> bool:
@@ -98,8 +98,9 @@ class Moments:
         counts = self._events.counts()
         return counts["pinned"] > counts["unpinned"]
 
-    def _after_versions(self, number: int):
-        return lambda: self._events.counts()["weights_published"] >= number
+    def _after_saves(self, number: int, reached):
+        """After so many checkpoints of this life: a run that is killed must get on, too."""
+        return lambda: self._events.counts()["checkpoint_saved"] >= number and reached()
 
     def _until(self, reached, timeout_s: float) -> bool:
         deadline, polls = time.monotonic() + timeout_s, 0

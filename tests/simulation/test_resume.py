@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 
 from freewheel.simulation.run import SimRun, simulate
+from tests.audit import audit
+from tests.simulation.run_files import write_run
 from tests.simulation.scenarios import (
     FIELD_MODES,
     check_samples,
@@ -26,8 +28,10 @@ def trained_steps(run: SimRun) -> list[int]:
     return [row["step"] for row in run.recorder.rows("metrics")]
 
 
-def check_story(config, run: SimRun) -> None:
+def check_story(config, settings, run: SimRun, folder) -> None:
     """The records of all lives together read as those of one run."""
+    write_run(config, settings, run, folder)
+    assert audit(folder) == []
     run.trained.clear()  # they are those of the last life only
     check_samples(config, run)
     steps = trained_steps(run)
@@ -41,18 +45,20 @@ def check_story(config, run: SimRun) -> None:
 
 @pytest.mark.parametrize("mode", FIELD_MODES)
 @pytest.mark.parametrize("stop_at_s", [0.5, 3.0, 11.0, 27.0, 41.0])
-def test_stopped_and_resumed(mode, stop_at_s):
+def test_stopped_and_resumed(mode, stop_at_s, tmp_path):
     config = small_config(mode, total_training_steps=None, total_epochs=2)
     settings = random_settings(random.Random(1), 1, faults=False)
     run = simulate(config, settings, stop_at_s=stop_at_s)
     assert run.end.exit_code == 130
     assert run.end.status == "stopped"
     assert run.ended_s - stop_at_s <= config.health.shutdown_timeout_s + 5
-    check_story(config, finish(config, settings, run))
+    write_run(config, settings, run, tmp_path / "stopped")
+    assert audit(tmp_path / "stopped") == []
+    check_story(config, settings, finish(config, settings, run), tmp_path / "done")
 
 
 @pytest.mark.parametrize("mode", FIELD_MODES)
-def test_killed_at_random_moments_and_resumed(mode):
+def test_killed_at_random_moments_and_resumed(mode, tmp_path):
     for seed in range(50):  # 4 modes: 200 kill points
         rng = random.Random(f"kill/{mode}/{seed}")
         config = random_config(rng, mode, rng.choice(["parallel", "exclusive", "dedicated"]))
@@ -61,7 +67,7 @@ def test_killed_at_random_moments_and_resumed(mode):
         try:
             for _ in range(rng.choice([1, 1, 3])):
                 run = simulate(config, settings, run=run, kill_at_s=rng.uniform(1.0, 60.0))
-            check_story(config, finish(config, settings, run))
+            check_story(config, settings, finish(config, settings, run), tmp_path / str(seed))
         except BaseException as error:
             error.add_note(f"seed {seed}: {config}\n{settings}")
             raise

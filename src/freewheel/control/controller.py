@@ -422,7 +422,6 @@ class Controller:
             "validations": self.validator.state(),
             "num_rows": self._recorder.num_rows(),
             "num_validations": self.validator.num_recorded,
-            "checkpoints": list(self.checkpointer.saved_steps),
             "run_s": self.now_s(),
             "busy_s": self._busy_and_total_s(),
         }
