@@ -77,6 +77,7 @@ class Moments:
         self._live = live
         self._events = events
         self._checkpoints = live.folder / "checkpoints"
+        self._began_ns = time.time_ns()
 
     def wait_for(self, kind: str, timeout_s: float) -> bool:
         """Return when the moment is there; False if the run ended before."""
@@ -90,8 +91,12 @@ class Moments:
         return self._until(reached, timeout_s) and self._pause(self._rng.uniform(0, most_s))
 
     def is_writing(self) -> bool:
-        """A checkpoint is being written now."""
-        return any(self._checkpoints.glob(".writing-step_*"))
+        """A checkpoint is being written now; not one that an earlier kill left half-written."""
+        for folder in self._checkpoints.glob(".writing-step_*"):
+            with contextlib.suppress(FileNotFoundError):
+                if folder.stat().st_ctime_ns > self._began_ns:
+                    return True
+        return False
 
     def is_validating(self) -> bool:
         """A validation holds a replica."""

@@ -569,6 +569,27 @@ def test_a_stopped_run_may_have_open_groups_and_no_last_validation(folder):
     assert any("10 groups issued and 1 open" in str(finding) for finding in audit(folder))
 
 
+def test_a_failed_run_may_lack_the_validation_of_its_last_step(folder):
+    rows_kept("validations", lambda row: row["step"] < 6)(folder)
+    summary_edited(status="failed", exit_code=7, policy_version=3, validations=3)(folder)
+    assert audit(folder) == []
+    rows_kept("validations", lambda row: row["step"] < 4)(folder)
+    summary_edited(validations=2)(folder)
+    assert [finding.what for finding in audit(folder)] == ["no row of step 4, at which one was due"]
+
+
+def test_without_held_out_prompts_no_validation_is_due(folder):
+    config_edited("data", val_files="")(folder)
+    rows_kept("validations", lambda row: False)(folder)
+    summary_edited(validations=0)(folder)
+    assert audit(folder) == []
+
+
+def test_a_configuration_that_is_none_is_said(folder):
+    (folder / "config.yaml").write_text("[1, 2]\n")
+    assert [str(finding) for finding in audit(folder)] == ["config.yaml: holds no object"]
+
+
 def test_data_that_it_cannot_count_is_said_and_can_be_given(folder):
     config_edited("data", train_files="reasoning_gym:chain_sum")(folder)
     prompt_swapped(folder)

@@ -163,6 +163,7 @@ class FakeReplica(_Mortal):
         self._incarnation = incarnation
         self._history: list[tuple[float, int]] = []
         self._num_tokens = 0
+        self._num_running = 0
         self._began_s: list[float] = []
         self.num_updates = 0
 
@@ -212,10 +213,12 @@ class FakeReplica(_Mortal):
             raise InvariantError(f"replica {self._replica_id} has no weights to serve")
         rate = self._backend.settings.tokens_per_s
         began_s = asyncio.get_running_loop().time()
+        self._num_running += 1
         self._began_s.append(began_s)
         try:
             alive = await self._live(num_tokens / rate)
         finally:
+            self._num_running -= 1
             self._began_s.remove(began_s)
         if not alive:
             raise ReplicaLostError(f"replica {self._replica_id} died")
@@ -240,7 +243,7 @@ class FakeReplica(_Mortal):
         """Counters."""
         return ReplicaStats(
             version=self.version,
-            num_running=len(self._began_s),
+            num_running=self._num_running,
             num_waiting=0,
             num_generated_tokens=self._num_tokens,
         )
