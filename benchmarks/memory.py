@@ -54,7 +54,8 @@ def name_of(process: psutil.Process) -> str:
         title = words[0] if len(words) == 1 else Path(words[0]).name
         scripts = [Path(word).name for word in words[1:] if word.endswith(".py")]
         modules = [b for a, b in itertools.pairwise(words) if a == "-m"]
-        return (scripts or modules or [title])[0]
+        # Ray's title of a worker ends with the method that it runs at the moment.
+        return (scripts or modules or [title.partition(".")[0]])[0]
     return "?"
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 10_000
 MAX_RSS_BYTES_A_STEP = 1024
 MAX_BLOCKS_A_STEP = 1.0
-"""A saved step is one integer every ten steps; nothing else may stay."""
+"""The list of saved steps has one integer every nine steps; nothing else may stay."""
 MUST_HAPPEN = (
     *("trainer_replayed", "trajectories_lost", "replica_lost", "rollout_worker_lost"),
     *("validation_done", "checkpoint_saved", "worker_lost"),
