@@ -341,13 +341,13 @@ def _wrong_with_fate(row: Row) -> Iterator[str]:
             yield "trained without reward or tokens"
         if row["trained_step"] is None:
             yield "trained in no step"
-    elif status == "failed" and failure is None:
+        return
+    if row["trained_step"] is not None:
+        yield f"{status}, but trained in step {row['trained_step']}"
+    if status == "failed" and failure is None:
         yield "failed without a class"
-    elif status in ("filtered", "set_aside"):
-        if failure is not None and failure not in PROMPT_FAILURES:
-            yield f"{status} with failure {failure}"
-        if row["trained_step"] is not None:
-            yield f"{status}, but trained in step {row['trained_step']}"
+    if status in ("filtered", "set_aside") and failure not in {None, *PROMPT_FAILURES}:
+        yield f"{status} with failure {failure}"
 
 
 def _by_group(folder: Folder) -> dict[int, list[Line]]:
@@ -375,17 +375,18 @@ def _wrong_with_group(folder: Folder, rows: list[Row]) -> Iterator[str]:
     n = folder.setting("rollout.n")
     if len(rows) != n:
         yield f"{len(rows)} samples, {n} wanted"
-    for key in ("epoch", "prompt_index", "trained_step"):
+    for key in ("epoch", "prompt_index"):
         if len({row[key] for row in rows}) > 1:
-            yield f"{key} differs: {sorted({str(row[key]) for row in rows})}"
+            yield f"{key} differs: {sorted({row[key] for row in rows})}"
+    steps = {row["trained_step"] for row in rows if row["status"] == "trained"}
+    if len(steps) > 1:
+        yield f"trained in steps {sorted(map(str, steps))}"
     fates = {row["status"] for row in rows}
     if fates - {"failed"} not in (set(), {"trained"}, {"filtered"}, {"set_aside"}):
         yield f"fates {sorted(fates)} in one group"
     num_trained = sum(row["status"] == "trained" for row in rows)
     if 0 < num_trained < folder.min_group_size:
         yield f"trained with {num_trained} members, at least {folder.min_group_size} wanted"
-    if not num_trained and any(row["trained_step"] is not None for row in rows):
-        yield "has a step, but no trained sample"
 
 
 def check_epochs(folder: Folder) -> None:
@@ -509,11 +510,13 @@ def check_open_groups(folder: Folder) -> None:
     trained_s = {line.row["step"]: line.row["time_s"] for line in folder.metrics}
     moments: list[tuple[float, int, int]] = []
     for lines in _by_group(folder).values():
-        row = lines[0].row
-        if row["attempt"] == 0:
+        rows, number = [line.row for line in lines], lines[0].number
+        if rows[0]["attempt"] == 0:
             continue  # dropped: it never started
-        moments.append((row["started_s"] + EPSILON_S, 1, lines[0].number))
-        moments.append((trained_s.get(row["trained_step"], row["ended_s"]), -1, lines[0].number))
+        # Open at least from the first of the attempts that counted to the last one's end.
+        began_s = min(row["started_s"] for row in rows) + EPSILON_S
+        ended_s = max(trained_s.get(row["trained_step"], row["ended_s"]) for row in rows)
+        moments += [(began_s, 1, number), (max(began_s, ended_s), -1, number)]
     num_open = 0
     for at_s, change, number in sorted(moments):
         num_open += change

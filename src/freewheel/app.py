@@ -1,18 +1,21 @@
 """What the command line starts: one run, from its folder to its exit code.
 
 Builds backend, recorder and controller, listens for SIGINT and SIGTERM, writes `summary.json`
-whatever the end. A second signal ends the process at once.
+whatever the end. A stop has one deadline for all of it; a second signal ends the process at once.
 """
 
 import asyncio
+import math
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Coroutine
+from concurrent import futures
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from freewheel.backends.ray import RayBackend
 from freewheel.checkpoint import (
@@ -28,8 +31,15 @@ from freewheel.control.controller import (
     ValidateOnly,
     structure,
 )
-from freewheel.control.run_end import STOP_EXIT_CODES, RunEnd
-from freewheel.errors import CheckpointError, FreewheelError, StalledError, StartupError
+from freewheel.control.run_end import RunEnd, with_error
+from freewheel.errors import (
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    FreewheelError,
+    RecordError,
+    StalledError,
+    StartupError,
+)
 from freewheel.hang_report import HangReporter
 from freewheel.loggers import make_sinks
 from freewheel.loop_watch import Block, LoopWatch
@@ -38,19 +48,30 @@ from freewheel.progress import Progress, make_progress
 from freewheel.recorder import FileRecorder
 from freewheel.run_folder import RunFolder
 from freewheel.status import RunStatus
+from freewheel.stop_deadline import StopDeadline
 from freewheel.threads import CallThread
 
 _CLOSE_LIMIT_S = 10.0
-"""How long each of summary, workers and records has at the end of the run."""
+"""How long each of summary, records and workers has at the end of a run; less after a stop."""
+
+_EXIT_S = 1.0
+"""Kept of a stop's time for the rest of the process's end."""
+
+_LAST_SUMMARY_S = 2.0
+"""How long a process that ends at once waits for the disk to take its summary."""
 
 
-def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
+def run_training(
+    config: Config, run_dir: Path, *, resume: bool, schedule_steps: int | None = None
+) -> int:
     """Train, from the beginning or on from the newest checkpoint.
 
     Args:
         config: checked configuration.
         run_dir: folder of the run, new unless `resume`.
         resume: go on with the run that the folder holds.
+        schedule_steps: trainer steps over which the learning rate's schedule runs, where the
+            configuration leaves them to the data.
 
     Returns:
         The exit code of the run (docs/exit-codes.md).
@@ -65,6 +86,8 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
             folder.cut_back({} if checkpoint is None else checkpoint.control["num_rows"])
             folder.write_config(config)
         point = checkpoint and ResumePoint(folder=checkpoint.folder, control=checkpoint.control)
+        # Not into the run's folder: a resumed run may have more epochs.
+        config = _with_optim(config, total_training_steps=schedule_steps)
         return _run(config, folder, model=config.model.path, resume=point)
     finally:
         folder.close()
@@ -79,7 +102,7 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         out_dir: new folder for the result.
 
     Returns:
-        The exit code.
+        The exit code: `NoScoreError`'s if no trial was scored.
     """
     due, model = ValidateOnly(step=0, version=0), target
     if (Path(target) / "control.json").is_file():
@@ -90,10 +113,18 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         due = ValidateOnly(step=checkpoint.step, version=version)
         model = str(checkpoint.folder / "hf")
     folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
+    # The trainer that comes up publishes weights; how it would train, and on what, is no matter.
+    config = _with_optim(config, lr_scheduler_type="constant", lr_warmup_steps=0)
+    config = replace(config, data=replace(config.data, train_files=()))
     try:
         return _run(config, folder, model=model, validate_only=due)
     finally:
         folder.close()
+
+
+def _with_optim(config: Config, **changes: Any) -> Config:
+    optim = replace(config.actor.optim, **changes)
+    return replace(config, actor=replace(config.actor, optim=optim))
 
 
 def _find_resumable(run_dir: Path, config: Config) -> Checkpoint | None:
@@ -132,13 +163,14 @@ def _run(
     recorder = FileRecorder(folder, sinks=sinks)
     progress = make_progress(config.logging.progress)
     summary = None
+    run = _Run(config, folder, recorder, progress, model_path)
     try:
         with asyncio.Runner() as runner:
-            run = _Run(config, folder, recorder, progress, model_path)
             end = runner.run(run.run(resume, validate_only))
         summary = end.summary
     finally:
         progress.close(summary)
+        run.deadline.cancel()
     return _report_end(end, folder)
 
 
@@ -162,6 +194,11 @@ class _Run:
         self._backend = RayBackend(config, model_path, log_dir=logs)
         self._num_signals = 0
         self._stopped = asyncio.Event()
+        self._controller: Controller | None = None
+        self._ended: RunEnd | None = None
+        limit_s = config.health.shutdown_timeout_s
+        overdue = f"the process did not end within {limit_s:g} s (health.shutdown_timeout_s)"
+        self.deadline = StopDeadline(limit_s, partial(self._end_at_once, overdue))
 
     async def run(self, resume: ResumePoint | None, validate_only: ValidateOnly | None) -> RunEnd:
         """Run and clean up; the summary is written before anything that could hang."""
@@ -184,16 +221,33 @@ class _Run:
             started_s=self._folder.clock().t_s(),
             on_status=self._show,
         )
+        self._controller = controller
         self._listen(controller)
         watch = LoopWatch(
             limit_s=self._config.health.loop_blocked_s,
             on_block=lambda block: self._take_block(block, controller, reporter),
         )
-        end = await self._run_controller(controller)
+        self._ended = await self._run_controller(controller)
         watch.close()
         self._show(controller.status())
-        for close in (self._write_summary(end), self._backend.aclose(), self._recorder.aclose()):
-            await self._within_limit(close)
+        return await self._close(self._ended)
+
+    async def _close(self, end: RunEnd) -> RunEnd:
+        """Write what is to be kept, end the workers. Without its records a run has failed."""
+        problems = [
+            await self._within_limit("summary.json", self._write_summary(end)),
+            await self._within_limit("the records", self._recorder.aclose()),
+        ]
+        error = next((problem for problem in problems if problem is not None), None)
+        if error is not None:
+            if end.error is not None:
+                sys.stderr.write(f"{error}\n")
+            end = self._ended = with_error(end, error)
+            await self._within_limit("summary.json", self._write_summary(end))
+        problem = await self._within_limit("the workers' end", self._backend.aclose())
+        if problem is not None:
+            sys.stderr.write(f"{problem}\n")
+            self._backend.kill()
         return end
 
     async def _run_controller(self, controller: Controller) -> RunEnd:
@@ -237,13 +291,28 @@ class _Run:
         signal.alarm(0)  # the alarm of Ray's handler, if the signal came while Ray started
         self._num_signals += 1
         if self._num_signals > 1:
-            try:
-                self._backend.kill()
-            finally:
-                os._exit(STOP_EXIT_CODES[name])
+            self._end_at_once("a second signal ended the process at once")
+        self.deadline.begin()
         sys.stderr.write(f"{name}: stopping, with a checkpoint; once more ends at once\n")
         controller.stop(name)
         self._stopped.set()
+
+    def _end_at_once(self, reason: str) -> NoReturn:
+        """Write the summary and go, also from a thread: the loop may be what hangs."""
+        exit_code = EXIT_INTERRUPTED
+        try:
+            end = self._ended
+            if (end is None or end.error is None) and self._controller is not None:
+                end = self._controller.end_at_once(reason)
+            if end is not None:
+                exit_code = end.exit_code
+                sys.stderr.write(f"{end.status}: {end.cause}\n")
+                # In a thread: a disk that takes nothing must not hold the process.
+                writing = CallThread("last-summary").submit(self._folder.write_summary, end.summary)
+                futures.wait([writing], timeout=_LAST_SUMMARY_S)
+            self._backend.kill()
+        finally:
+            os._exit(exit_code)
 
     def _take_block(self, block: Block, controller: Controller, reporter: HangReporter) -> None:
         """The control plane's own loop is blocked. In the watch's thread: the loop cannot help."""
@@ -264,16 +333,19 @@ class _Run:
         await thread.run(self._folder.write_summary, end.summary)
         thread.close()
 
-    async def _within_limit(self, close: Coroutine[Any, Any, None]) -> None:
+    async def _within_limit(
+        self, what: str, close: Coroutine[Any, Any, None]
+    ) -> RecordError | None:
         """Clean up one thing: neither its failure nor its hanging keeps the others from theirs."""
+        limit_s = min(_CLOSE_LIMIT_S, max(_EXIT_S, self.deadline.left_s(math.inf) - _EXIT_S))
         try:
-            async with asyncio.timeout(_CLOSE_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 await close
         except TimeoutError:
-            sys.stderr.write(f"{close.__qualname__}: not done within {_CLOSE_LIMIT_S:g} s\n")
-            self._backend.kill()
+            return RecordError(f"{what}: not done within {limit_s:g} s")
         except (FreewheelError, OSError) as error:
-            sys.stderr.write(f"{close.__qualname__}: {error}\n")
+            return RecordError(f"{what}: {error}")
+        return None
 
 
 def _report_end(end: RunEnd, folder: RunFolder) -> int:

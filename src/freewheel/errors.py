@@ -18,6 +18,7 @@
     ├── DataError                       9   the data cannot be read, or no usable prompt is left
     ├── LoopEndedError                 10   a loop of the controller ended before the run did
     ├── RecordError                    11   the run's records cannot be written or read
+    ├── NoScoreError                   12   `freewheel validate` scored no trial
     └── RolloutError                    -   one rollout failed: data, never the end of a run
 
 130 and 143 are the shell's codes for SIGINT and SIGTERM.
@@ -142,6 +143,12 @@ class RecordError(FreewheelError):
     """The files of the run folder, or what a logger keeps, cannot be written or read."""
 
     exit_code = 11
+
+
+class NoScoreError(FreewheelError):
+    """A validation by hand has no score: not one of its trials completed."""
+
+    exit_code = 12
 
 
 class RolloutError(FreewheelError):

@@ -1,11 +1,11 @@
 """The plan of a run before it starts: processes, slots, the staleness bound, what is due when."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from freewheel.config import Config
 from freewheel.config.checks import declared_cpus
+from freewheel.config.schedule import steps_of_epochs
 from freewheel.run_folder import resolve_run_dir
 
 Rows = tuple[tuple[str, str], ...]
@@ -188,7 +188,7 @@ def _total_steps(config: Config, num_prompts: int | None) -> int | None:
         return config.trainer.total_training_steps
     if num_prompts is None:
         return None
-    return math.ceil(num_prompts * config.trainer.total_epochs / config.groups_per_step)
+    return steps_of_epochs(config, num_prompts)
 
 
 def _run_rows(config: Config, num_prompts: int | None, total: int | None) -> Rows:

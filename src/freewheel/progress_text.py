@@ -37,6 +37,18 @@ def news(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
     old_checkpoint = before.last_checkpoint if before else None
     if now.last_checkpoint is not None and now.last_checkpoint != old_checkpoint:
         yield f"{at}checkpoint: step {now.last_checkpoint}"
+    yield from (at + text for text in _dropped_since(before, now))
+
+
+def _dropped_since(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
+    """A line for each prompt that is named; for the rest one each time that they double."""
+    named = 0 if before is None else len(before.dropped_prompts)
+    for text in now.dropped_prompts[named:]:
+        yield f"dropped, as it cannot be used: {text}"
+    had = 0 if before is None else before.num_dropped_prompts - named
+    rest = now.num_dropped_prompts - len(now.dropped_prompts)
+    if rest.bit_length() > had.bit_length():
+        yield f"{now.num_dropped_prompts} prompts dropped so far; events.jsonl names them"
 
 
 def describe_steps(status: RunStatus) -> str:
@@ -83,11 +95,15 @@ def describe_validation(status: RunStatus) -> str:
 
 
 def describe_score(validation: ScoredValidation) -> str:
-    """`score 0.812 (95 % 0.750 to 0.870), version 40, step 40`."""
+    """`score 0.812 (95 % 0.750 to 0.870), version 40, step 40`; says what a partial one lacks."""
     ci95 = validation.ci95
     interval = "" if ci95 is None else f" (95 % {ci95[0]:.3f} to {ci95[1]:.3f})"
-    score = f"score {validation.score:.3f}{interval}"
-    return f"{score}, version {validation.version}, step {validation.step}"
+    score = "no score" if validation.score is None else f"score {validation.score:.3f}{interval}"
+    text = f"{score}, version {validation.version}, step {validation.step}"
+    if not validation.partial:
+        return text
+    done = f"{validation.num_done} of {validation.num_total} trials"
+    return f"partial: {text}; {done}: {validation.partial}"
 
 
 def describe_checkpoint(status: RunStatus) -> str:

@@ -98,7 +98,7 @@ class RolloutWorker(Protocol):
         ...
 
     async def start(self) -> dict[Split, DatasetInfo]:
-        """Open the data and import the user's code.
+        """Open the splits that the configuration names and import the user's code.
 
         Raises:
             StartupError: the process could not be placed.
@@ -158,10 +158,14 @@ class Trainer(Protocol):
         ...
 
     async def publish_restored(self, version: int) -> Weights:
-        """Publish again the version that a checkpoint carries beside the trainer's own weights.
+        """Publish again a version that a checkpoint carries beside the trainer's own weights.
 
         Needed when a checkpoint was taken between two publications: rollouts go on under the
-        version they had, not under the trainer's newer weights.
+        version they had, not under the trainer's newer weights; and for a validation that was
+        under way.
+
+        Raises:
+            CheckpointError: the checkpoint does not carry that version.
         """
         ...
 
@@ -170,11 +174,11 @@ class Trainer(Protocol):
         ...
 
     async def write_state(
-        self, step: int, folder: Path, trajectories: Sequence[Ref], published: Weights | None
+        self, step: int, folder: Path, trajectories: Sequence[Ref], held: Sequence[Weights]
     ) -> None:
         """Write the copy taken at `step`, and these trajectories, into an existing folder.
 
-        `published` is the version that replicas hold, when it differs from the trainer's weights.
+        `held` are the published versions that a resumed run needs beside the trainer's weights.
         Runs beside `train_step`. Frees the copy, also when it fails.
 
         Raises:

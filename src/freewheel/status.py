@@ -21,12 +21,18 @@ class RunningValidation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredValidation:
-    """The last validation that gave a score. `ci95` is (low, high)."""
+    """The last validation that ended. `ci95` is (low, high).
+
+    `score` is None if no trial completed. A partial one has in `partial` why it is.
+    """
 
     step: int
     version: int
-    score: float
+    score: float | None
     ci95: tuple[float, float] | None = None
+    num_done: int = 0
+    num_total: int = 0
+    partial: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +62,9 @@ class RunStatus:
         samples_per_s, tokens_per_s: rollouts and response tokens finished lately.
         reward_mean, staleness_mean, staleness_max: of the last trained batch; None before it.
         validation: the running one.
-        last_validation: the last with a score.
+        last_validation: the last that was not skipped.
         last_checkpoint: step of the last complete checkpoint.
+        num_dropped_prompts: prompts that cannot be used; `dropped_prompts` has the first of them.
         trainer_waits_for: what the trainer waits for now, None while it computes.
         waits: the wait table.
         wall_s: seconds since the run's first start. `eta_s`: seconds to the end, None if unknown.
@@ -79,6 +86,8 @@ class RunStatus:
     validation: RunningValidation | None = None
     last_validation: ScoredValidation | None = None
     last_checkpoint: int | None = None
+    num_dropped_prompts: int = 0
+    dropped_prompts: tuple[str, ...] = ()
     trainer_waits_for: str | None = None
     waits: tuple[Wait, ...] = ()
     wall_s: float = 0.0

@@ -106,7 +106,8 @@ class RolloutOutcome:
     """What became of one member: everything but its tokens.
 
     A finished rollout has `failure is None` and a `reward`. `answer` is the extracted answer, used
-    for majority@n. Times are seconds spent.
+    for majority@n. Times are seconds spent; `wall_s` from the rollout's start to its end, 0 if it
+    never ran or nobody could say. (Durations, as each worker has a clock of its own.)
     """
 
     sample_id: str
@@ -121,6 +122,7 @@ class RolloutOutcome:
     finish_reason: str = ""
     gen_s: float = 0.0
     reward_s: float = 0.0
+    wall_s: float = 0.0
 
     @property
     def min_version(self) -> int:
@@ -155,7 +157,8 @@ class Trajectory:
         group_id: id of its group; advantages are relative to the group.
         reward: scalar reward of the whole rollout.
         token_ids: int32 (T,), prompt then response.
-        loss_mask: bool (T,), true where the policy sampled the token.
+        loss_mask: bool (T,), true where the policy sampled the token as the configuration says:
+            not the environment's tokens, nor a turn that it had sampled in another way.
         rollout_logprobs: float32 (T,), log-probability of each sampled token under the
             distribution it was sampled from; 0 where `loss_mask` is false.
         versions: int32 (T,), policy version that sampled each token; -1 where `loss_mask` is false.

@@ -194,9 +194,11 @@ class Trainer:
     def copy_state(self, step):
         pass
 
-    def write_state(self, step, folder, trajectories, published=None):
+    def write_state(self, step, folder, trajectories, held):
         ids = ",".join(str(group[0].group_id) for group in trajectories)
         (folder / "written.txt").write_text(f"{ids} {threading.current_thread().name}")
+        sizes = {version: int(bundle.num_bytes) for version, bundle in held.items()}
+        (folder / "held.txt").write_text(f"{sizes}")
         self.release.set()
 
 

@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
         "device": "cpu",
     },
     "actor": {"ppo_mini_batch_size": 4, "device": "cpu", "optim": {"lr": 3e-4}},
-    "async_training": {"staleness_threshold": 0.5, "concurrent_samples_per_replica": 4},
+    "async_training": {"staleness_threshold": 0.5, "concurrent_samples_per_replica": 6},
     "validation": {"n": 2, "timeout_s": 60},
     "trainer": {"total_training_steps": 8, "test_freq": 4, "save_freq": 4},
     "health": {"startup_timeout_s": 120, "grace_s": 3},

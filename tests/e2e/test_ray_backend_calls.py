@@ -123,9 +123,11 @@ async def test_writing_runs_beside_training(world, tmp_path):
         # Step 99 waits until a state was written: it ends early only if both run at once.
         step = tasks.create_task(world.trainer.train_step(train_request(99, (result.payload,))))
         started = time.monotonic()
-        await world.trainer.write_state(4, tmp_path, [result.payload])
+        weights = await world.trainer.publish(3)
+        await world.trainer.write_state(4, tmp_path, [result.payload], [weights])
     assert time.monotonic() - started < 15
     assert (tmp_path / "written.txt").read_text() == "5 freewheel-write_0"
+    assert (tmp_path / "held.txt").read_text() == "{3: 20000000}"
     assert step.result().metrics["thread/freewheel-train_0"] == 1
 
 

@@ -1,5 +1,6 @@
 """Whole runs on real processes: the contract of the run folder, stop and resume, validation."""
 
+import json
 import signal
 from collections import Counter
 
@@ -168,6 +169,34 @@ def test_stopped_by_sigint_and_resumed_to_the_end(tmp_path):
     assert times == sorted(times)
 
 
+def test_a_validation_goes_on_over_a_resume_under_its_version(tmp_path):
+    changes = {
+        "rollout": {"environment": "hanging_environment:HangsInValidation"},
+        "validation": {"trial_timeout_s": 50, "n": 1},
+        "trainer": {"test_freq": 0, "total_training_steps": 14, "save_freq": 100},
+    }
+    user_code = ROOT / "tests/e2e/user_code"
+    live = start(tmp_path, changes, python_path=user_code)
+    live.wait_for_event("weights_published", count=5)
+    live.send(signal.SIGINT)
+    stopped = live.finish(timeout_s=40)
+    assert stopped.code == 130, stopped.err
+    latest = stopped.folder / "checkpoints" / "latest"
+    (due,) = json.loads((latest / "control.json").read_text())["validations"]
+    num_done = len(due["progress"]["done"])
+    assert due["version"] == 0
+    assert num_done > 0
+    assert "trainer/version_000000.safetensors" in (latest / "manifest.json").read_text()
+    done = resume(stopped.folder, "validation.trial_timeout_s=6", python_path=user_code).finish()
+    assert done.code == 0, done.err
+    assert [row["version"] for row in done.events("weights_taken_back")] == [0]
+    row, last = done.rows("validations")
+    assert (row["step"], row["n_total"], row["n_done"], row["n_timeout"]) == (0, 16, 15, 1)
+    assert row["started_s"] == round(due["progress"]["started_s"], 6)
+    assert last["step"] == 14
+    check_validations(done)
+
+
 def test_strict_on_policy_is_on_policy(tmp_path):
     changes = {
         "async_training": {"staleness_threshold": 0, "trigger_parameter_sync_step": 1},
@@ -201,8 +230,28 @@ def test_a_second_sigint_ends_at_once(tmp_path):
     live.send(signal.SIGINT)
     live.wait_for_event("stop_requested")
     live.send(signal.SIGINT)
-    assert live.finish(timeout_s=10).code == 130
+    finished = live.finish(timeout_s=10)
+    assert finished.code == 130
     assert live.left_over() == []
+    assert (finished.summary["status"], finished.summary["exit_code"]) == ("stopped", 130)
+    assert "a second signal" in finished.summary["cause"]
+    assert finished.summary["samples"]["trained"] > 0
+
+
+@pytest.mark.parametrize("limit_s", [1, 4])
+def test_a_stop_ends_the_process_within_its_limit(tmp_path, limit_s):
+    """All of it has one deadline: what is under way, its checkpoint, the records, the workers."""
+    changes = {
+        "trainer": {"total_training_steps": 500, "save_freq": 0},
+        "health": {"shutdown_timeout_s": limit_s},
+    }
+    live = start(tmp_path, changes)
+    live.wait_for_event("weights_published", count=3)
+    live.send(signal.SIGINT)
+    finished = live.finish(timeout_s=limit_s + 5)  # of the machine's, not of the run's
+    assert finished.code == 130, finished.err
+    assert live.left_over() == []
+    assert finished.summary["status"] == "stopped"
 
 
 def test_a_non_finite_loss_ends_the_run_with_its_cause(tmp_path):

@@ -33,6 +33,8 @@ FIELD_MODES: dict[str, dict[str, Any]] = {
     },
     "async_partial": {"trigger_parameter_sync_step": 2, "staleness_threshold": 0.5},
 }
+REFUSED = "the validation of step"
+"""How the reason begins of a validation for which there was no room: it was not even queued."""
 VALIDATION_MODES = ("parallel", "exclusive", "dedicated")
 
 
@@ -155,11 +157,17 @@ def run_and_check(
     assert run.end is not None
     assert run.end.exit_code == 0, run.end.cause
     assert watch.max_open <= config.max_slots
+    check_run(config, run)
+    return run
+
+
+def check_run(config: Config, run: SimRun) -> None:
+    """The promises that a completed run's records must keep."""
     check_samples(config, run)
     check_staleness(config, run)
     check_validations(config, run)
+    check_each_validation_has_its_row(run)
     check_checkpoints(config, run)
-    return run
 
 
 def check_samples(config: Config, run: SimRun) -> None:
@@ -200,7 +208,7 @@ def check_validations(config: Config, run: SimRun) -> None:
     rows = run.recorder.rows("validations")
     steps = run.end.summary["steps"]
     due = {0, steps, *range(config.trainer.test_freq, steps + 1, config.trainer.test_freq)}
-    assert {row["step"] for row in rows} == due
+    assert sorted(row["step"] for row in rows) == sorted(due)
     for row in rows:
         assert row["mode"] == config.validation_mode
         if row["status"] == "skipped":
@@ -212,6 +220,16 @@ def check_validations(config: Config, run: SimRun) -> None:
         assert (row["status"] == "complete") == (row["n_done"] == row["n_total"])
         assert bool(row["reason"]) == (row["status"] == "partial")
     assert run.end.summary["validations"] == len(rows)
+
+
+def check_each_validation_has_its_row(run: SimRun) -> None:
+    """Of a run that was never resumed, however it ended: what was asked for ends as one row."""
+    rows = run.recorder.rows("validations")
+    requested = Counter(
+        row["step"] for row in run.recorder.rows("events") if row["event"] == "validation_requested"
+    )
+    refused = Counter(row["step"] for row in rows if row["reason"].startswith(REFUSED))
+    assert Counter(row["step"] for row in rows) == requested + refused
 
 
 def check_checkpoints(config: Config, run: SimRun) -> None:

@@ -33,6 +33,7 @@ WARM_UP_STEPS = 500
 TRIALS = 4
 """Validation groups."""
 STATUS_S = 5.0
+MAX_RESTARTS = 100
 
 SETTINGS = SimSettings(
     seed=1,
@@ -57,7 +58,7 @@ def make_config(steps):
         config,
         rollout=replace(config.rollout, n=2),
         actor=replace(config.actor, ppo_mini_batch_size=2),
-        health=replace(config.health, max_restarts=1_000_000),
+        health=replace(config.health, max_restarts=MAX_RESTARTS),
         logging=replace(config.logging, interval_s=STATUS_S),
     )
 
@@ -159,6 +160,8 @@ def sizes(controller):
         "prompts fed": (len(controller.feed.prompts), 64),
         "groups running": (len(controller.rollouter._running), config.max_slots),
         "groups to run again": (len(controller.rollouter._again), config.max_slots),
+        "restarts in the window": (len(controller.restarts._spent_s), MAX_RESTARTS + 1),
+        "prompts named as dropped": (len(ledger._named), SETTINGS.num_prompts),
         "status history": (len(controller._status_report._history), 30 / STATUS_S + 2),
         "waits": (
             len(controller.waits._entries),
@@ -172,8 +175,11 @@ def tasks_by_name():
     return Counter(re.sub(r"\d+", "N", task.get_name()) for task in asyncio.all_tasks())
 
 
-PASSING = ("group-N", "validation-N-prompt-N", "Task-N", "check-replica-N")
-"""Tasks that come and go: of groups, of trials, of the fakes' members, of health checks."""
+PASSING = (
+    *("group-N", "validation-N-prompt-N", "check-replica-N"),
+    *("Task-N", "rollout N-N", "rollout valN-N-N"),
+)
+"""Tasks that come and go: of groups, of trials, of health checks; the main one and the fakes'."""
 
 
 def rss_bytes():

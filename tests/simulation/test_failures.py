@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from freewheel.errors import CheckpointError, TrainerLostError, TrainingDivergedError
+from freewheel.errors import (
+    CheckpointError,
+    InvariantError,
+    TrainerLostError,
+    TrainingDivergedError,
+)
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import Faults, SimSettings
 from tests.simulation.scenarios import VALIDATION_MODES, check_samples, small_config
@@ -155,10 +160,30 @@ def test_a_worker_that_never_answers_is_replaced_and_its_groups_run_again():
 
 
 def test_replicas_that_die_for_ever_end_the_run():
-    settings = replace(SETTINGS, faults=Faults(replica_deaths_per_s=5.0))
+    settings = replace(SETTINGS, startup_s=0.1, faults=Faults(replica_deaths_per_s=0.5))
     config = small_config()
     config = replace(config, health=replace(config.health, max_restarts=4))
-    ends_with(simulate(config, settings), 5, "health.max_restarts")
+    run = simulate(config, settings)
+    ends_with(run, 5, "health.max_restarts")
+    assert run.end.summary["restarts"] == 5
+
+
+def test_replicas_that_die_now_and_then_do_not_end_a_long_run():
+    settings = replace(SETTINGS, startup_s=0.1, faults=Faults(replica_deaths_per_s=0.05))
+    config = small_config(total_training_steps=40)
+    health = replace(config.health, max_restarts=4, restart_window_s=15.0)
+    run = simulate(replace(config, health=health), settings)
+    assert run.end.exit_code == 0, run.end.cause
+    assert run.end.summary["restarts"] > 8
+
+
+@pytest.mark.parametrize("who", ["replica", "rollout_worker"])
+def test_a_worker_that_always_dies_at_start_ends_the_run_at_its_third_loss(who):
+    faults = {"replica": "replica_deaths_per_s", "rollout_worker": "worker_deaths_per_s"}
+    settings = replace(SETTINGS, faults=Faults(**{faults[who]: 5.0}))
+    run = simulate(small_config(), settings)
+    ends_with(run, 5, "was lost 3 times and was never up")
+    assert run.end.summary["restarts"] < 10
 
 
 def test_environments_that_always_fail_end_the_run_with_the_counts():
@@ -239,8 +264,9 @@ def test_a_validation_due_while_one_runs_is_queued_or_skipped_with_its_reason(ma
 
 @pytest.mark.parametrize("validation_mode", ["parallel", "dedicated"])
 def test_three_weight_updates_during_a_validation_leave_its_version_alone(validation_mode):
-    config = small_config("async_partial", validation_mode, test_freq=100)
-    settings = replace(SETTINGS, num_val_prompts=40, train_step_s=1.0)
+    config = with_slots(small_config("async_partial", validation_mode, test_freq=100), 12)
+    assert config.max_slots == 12, "either replica alone takes all groups that may be open"
+    settings = replace(SETTINGS, num_val_prompts=120, train_step_s=1.0)
     run = simulate(config, settings)
     first = run.recorder.rows("validations")[0]
     updates = [
@@ -249,8 +275,30 @@ def test_three_weight_updates_during_a_validation_leave_its_version_alone(valida
         if e["event"] == "weights_published" and first["started_s"] < e["t_s"] < first["ended_s"]
     ]
     assert len(updates) >= 3
-    assert first["response_versions"] == {"0": 80}
+    assert first["response_versions"] == {"0": 240}
     assert run.end.summary["trainer_wait_s"]["validation"] == 0
+
+
+def with_slots(config, num_slots, *, replicas=2):
+    """So many groups at once on each of so many replicas."""
+    return replace(
+        config,
+        rollout=replace(config.rollout, replicas=replicas),
+        async_training=replace(config.async_training, concurrent_samples_per_replica=num_slots),
+    )
+
+
+@pytest.mark.parametrize(("replicas", "num_slots"), [(1, 1), (2, 4)])
+def test_the_wait_for_replicas_that_a_validation_has_is_booked_on_it(replicas, num_slots):
+    config = small_config("async_partial", "parallel", test_freq=100, val_at_end=False)
+    config = with_slots(config, num_slots, replicas=replicas)
+    settings = replace(SETTINGS, num_val_prompts=40, train_step_s=1.0)
+    waits_s = simulate(config, settings).end.summary["trainer_wait_s"]
+    unhurried = replace(config, trainer=replace(config.trainer, val_before_train=False))
+    without_s = simulate(unhurried, settings).end.summary["trainer_wait_s"]
+    assert without_s["validation"] == 0
+    assert waits_s["validation"] > 1.0
+    assert waits_s["samples"] < without_s["samples"] * 1.2
 
 
 def test_the_same_error_in_two_loops_reports_the_first():
@@ -264,3 +312,91 @@ def test_the_same_error_in_two_loops_reports_the_first():
 
     run = simulate(small_config(save_freq=1), replace(SETTINGS, train_step_s=30.0), act=injure)
     ends_with(run, 7, "earlier")
+
+
+BROKEN = InvariantError("the rollouter is broken")
+
+
+def break_rollouts_after(num_cuts, *, write=None):
+    """The rollouter fails at the next finished group once so many checkpoints are cut."""
+
+    def fail(*_args):
+        raise BROKEN
+
+    def injure(controller, backend):
+        num_left, cut = num_cuts, controller.checkpointer.cut
+
+        async def watched(step):
+            nonlocal num_left
+            await cut(step)
+            num_left -= 1
+            if num_left == 0:
+                controller.ledger.absorb = fail
+
+        controller.checkpointer.cut = watched
+        if write is not None:
+            backend.fake_trainer.write_state = write(backend.fake_trainer.write_state)
+
+    return injure
+
+
+SLOW_DISK = replace(SETTINGS, write_s=8.0, train_step_s=0.5)
+
+
+@pytest.mark.parametrize("num_cuts", [1, 2])
+def test_what_is_cut_when_another_loop_fails_is_still_written(num_cuts):
+    config = small_config(save_freq=1)
+    run = simulate(config, SLOW_DISK, act=break_rollouts_after(num_cuts))
+    ends_with(run, BROKEN.exit_code, "the rollouter is broken")
+    events = [row["event"] for row in run.recorder.rows("events")]
+    assert events.index("loop_failed") < events.index("checkpoint_saved")
+    assert run.end.summary["checkpoints"] == list(range(1, num_cuts + 1))
+    resumed = simulate(config, SLOW_DISK, run=run)
+    assert resumed.end.exit_code == 0, resumed.end.cause
+    check_samples(config, resumed)
+
+
+@pytest.mark.parametrize("wrong", ["hangs", "fails"])
+def test_a_write_that_is_left_delays_the_end_by_its_limit_and_changes_no_cause(wrong):
+    def write(method):
+        if wrong == "hangs":
+            return hang_at(method, call=1)
+        return fail_after(8.0, CheckpointError("disk full"))
+
+    config = small_config(save_freq=1)
+    run = simulate(config, SLOW_DISK, act=break_rollouts_after(1, write=write))
+    ends_with(run, BROKEN.exit_code, "the rollouter is broken")
+    assert run.end.summary["checkpoints"] == []
+    failed_s = next(e["t_s"] for e in run.recorder.rows("events") if e["event"] == "loop_failed")
+    limit_s = config.health.shutdown_timeout_s if wrong == "hangs" else 8.0
+    assert run.ended_s - failed_s <= limit_s + 0.1
+    overdue = [e for e in run.recorder.rows("events") if e["event"] == "checkpoint_overdue"]
+    assert len(overdue) == (wrong == "hangs")
+
+
+def fail_after(seconds, error):
+    async def failing(*_args, **_kwargs):
+        await asyncio.sleep(seconds)
+        raise error
+
+    return failing
+
+
+def test_a_cut_whose_copy_was_not_taken_is_not_waited_for():
+    def injure(controller, backend):
+        backend.fake_trainer.copy_state = hang_at(backend.fake_trainer.copy_state, call=1)
+        cut = controller.checkpointer.cut
+
+        async def watched(step):
+            controller.ledger.absorb = fail
+            await cut(step)
+
+        def fail(*_args):
+            raise BROKEN
+
+        controller.checkpointer.cut = watched
+
+    run = simulate(small_config(save_freq=1), SLOW_DISK, act=injure)
+    ends_with(run, BROKEN.exit_code, "the rollouter is broken")
+    failed_s = next(e["t_s"] for e in run.recorder.rows("events") if e["event"] == "loop_failed")
+    assert run.ended_s == pytest.approx(failed_s, abs=1e-6)

@@ -21,13 +21,7 @@ class Reports:
 
 def watched(config, settings, act=None):
     reports = Reports()
-
-    def both(controller, backend):
-        controller._reporter = reports
-        if act is not None:
-            act(controller, backend)
-
-    return simulate(config, settings, act=both), reports
+    return simulate(config, settings, act=act, reporter=reports), reports
 
 
 def config_with(**health):
@@ -113,12 +107,7 @@ def test_a_wait_without_a_deadline_is_found_by_the_watchdog(action):
     if action == "report":
         settings = SimSettings(seed=4)
         reports = Reports()
-
-        def both(controller, backend):
-            controller._reporter = reports
-            act(controller, backend)
-
-        run = simulate(config, settings, act=both, kill_at_s=1000.0)
+        run = simulate(config, settings, act=act, reporter=reports, kill_at_s=1000.0)
         assert run.end is None
         assert len(reports.stalls) >= 5
         return

@@ -88,6 +88,12 @@ class TwoTurns:
         return await episode.reward(last.text)
 
 
+class AlwaysGreedy:
+    async def run(self, episode: Episode) -> RewardResult:
+        turn = await episode.generate(temperature=0.0)
+        return await episode.reward(turn.text)
+
+
 class SyncTwoTurns:
     """The same in a thread."""
 

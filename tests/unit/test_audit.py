@@ -384,14 +384,17 @@ BREAKS = {
     "filtered and trained": (group_edited(13, trained_step=6), "filtered, but trained in step 6"),
     # groups
     "a sample missing": (rows_kept("samples", lambda r: r["sample_id"] != "4-1"), "1 samples, 2 w"),
-    "a group in two steps": (rows_edited("samples", 1, trained_step=2), "trained_step differs"),
+    "a group in two steps": (
+        rows_edited("samples", 1, trained_step=2),
+        "trained in steps ['1', '2']",
+    ),
     "a group of two prompts": (rows_edited("samples", 1, prompt_index=2), "prompt_index differs"),
     "two fates": (rows_edited("samples", 25, status="filtered"), "fates ['filtered', 'set_aside']"),
     "too few members": (
         rows_edited("samples", 2, status="failed", failure="engine"),
         "trained with 1 members, at least 2",
     ),
-    "a step but nothing trained": (group_edited(11, trained_step=6), "no trained sample"),
+    "failed and trained": (group_edited(11, trained_step=6), "failed, but trained in step 6"),
     "a prompt twice": (prompt_swapped, "group 8 is of prompt"),
     "a prompt not at all": (prompt_swapped, "epoch 1: no group of prompts"),
     "a prompt that there is not": (group_edited(8, prompt_index=7), "group 8: prompt 7 of 7"),

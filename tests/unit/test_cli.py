@@ -7,11 +7,11 @@ import types
 import pytest
 
 import freewheel
-from freewheel.cli import recipes
+from freewheel.cli import recipes, train
 from freewheel.cli.main import main
 from freewheel.config import load_config
 from freewheel.errors import StalledError
-from freewheel.preflight import check_inputs, look
+from freewheel.preflight import Findings, check_inputs, look
 from freewheel.run_folder import RunFolder
 from freewheel.status import RunStatus
 
@@ -65,7 +65,7 @@ def test_train_starts_the_run(place, app):
     ((_, (config, run_dir), options),) = app.calls
     assert config.rollout.n == 4
     assert str(run_dir) == "runs/here"
-    assert options == {"resume": False}
+    assert options == {"resume": False, "schedule_steps": 3}
 
 
 def test_overrides_may_stand_behind_options(place, app, capsys):
@@ -157,7 +157,7 @@ def test_train_refuses_a_folder_that_holds_a_run(place, app, capsys):
     assert main(["train", "recipe.yaml"]) == 2
     assert "holds a run" in capsys.readouterr().err
     assert main(["train", "recipe.yaml", "trainer.resume_mode=auto"]) == 0
-    assert app.calls[0][2] == {"resume": True}
+    assert app.calls[0][2] == {"resume": True, "schedule_steps": 3}
 
 
 def test_resume_takes_the_runs_configuration(place, app):
@@ -167,7 +167,7 @@ def test_resume_takes_the_runs_configuration(place, app):
     assert config.rollout.n == 5
     assert config.trainer.total_training_steps == 9
     assert str(run_dir) == "runs/here"
-    assert options == {"resume": True}
+    assert options == {"resume": True, "schedule_steps": 9}
 
 
 def test_validate_by_recipe_by_run_and_by_place(place, app):
@@ -189,6 +189,40 @@ def test_validate_by_recipe_by_run_and_by_place(place, app):
 def test_validate_needs_no_training_prompts(place, app):
     assert main(["validate", "model", "recipe.yaml", "data.train_files=", "model.path="]) == 0
     assert app.calls[0][1][0].model.path == str(place / "model")
+
+
+def test_validate_needs_nothing_that_only_training_needs(place, app):
+    """Neither the schedule's end, nor a group, nor enough prompts for a step."""
+    only = ["actor.optim.lr_scheduler_type=cosine", "algorithm.filter_groups=true"]
+    few = ["rollout.n=1", "data.train_max_samples=2", "actor.optim.lr_warmup_steps=50"]
+    assert main(["validate", "model", "recipe.yaml", *only, *few]) == 0
+    assert len(app.calls) == 1
+
+
+LINEAR = "actor.optim.lr_scheduler_type=linear"
+
+
+def test_a_schedule_without_steps_runs_over_the_epochs(place, app):
+    assert main(["train", "recipe.yaml", LINEAR, "trainer.total_epochs=2"]) == 0
+    assert app.calls[0][2]["schedule_steps"] == 5  # 2 x 40 prompts, 16 a step
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_warm_up_longer_than_the_epochs_is_refused(place, app, capsys, dry):
+    assert main(["train", "recipe.yaml", LINEAR, "actor.optim.lr_warmup_steps=3", *dry]) == 2
+    assert "3 optimizer steps in 3 trainer steps) ends within" in capsys.readouterr().err
+    assert not app.calls
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_schedule_whose_end_is_unknown_is_refused(place, app, capsys, dry, monkeypatch):
+    unknown = Findings(num_val_prompts=5)
+    monkeypatch.setattr(train, "check_inputs", lambda config, purpose="train": unknown)
+    assert main(["train", "recipe.yaml", LINEAR, *dry]) == 2
+    assert "set trainer.total_training_steps" in capsys.readouterr().err
+    assert not app.calls
+    by_key = "actor.optim.total_training_steps=30"
+    assert main(["train", "recipe.yaml", LINEAR, by_key, *dry]) == 0
 
 
 def test_status_tells_running_ended_and_lost(place, capsys):

@@ -36,6 +36,11 @@ def check(*overrides, base=HELD_OUT, purpose="train"):
         ("trainer.resume_mode=auto", "trainer.run_dir=runs/x"),
         ("ray.num_cpus=2.1",),
         ("trainer.test_freq=5",),
+        ("health.train_step_timeout_s=7200",),
+        ("health.train_step_timeout_s=7200", "health.stall_timeout_s=7245"),
+        ("rollout.timeout_s=7200", "validation.timeout_s=7200"),
+        ("health.stall_timeout_s=null",),
+        ("health.loop_blocked_s=60",),
     ],
 )
 def test_accepted(overrides):
@@ -86,7 +91,7 @@ def test_a_long_rollout_is_no_matter_when_nothing_is_validated():
         ),
         (
             ("actor.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"),
-            ["actor.optim.lr_warmup_steps = 10", "trainer.total_training_steps = 10"],
+            ["actor.optim.lr_warmup_steps = 10", "10 optimizer steps in 10 trainer steps"],
         ),
         (
             ("async_training.staleness_threshold=1.5", "async_training.max_staleness=1"),
@@ -111,6 +116,35 @@ def test_a_long_rollout_is_no_matter_when_nothing_is_validated():
         (
             ("validation.timeout_s=300",),
             ["rollout.timeout_s = 600", "validation.timeout_s = 300"],
+        ),
+        (("health.stall_timeout_s=3600",), ["health.stall_timeout_s = 3600", "3645 s", "null"]),
+        (
+            ("health.train_step_timeout_s=7200", "health.stall_timeout_s=7200"),
+            ["health.stall_timeout_s = 7200", "7245 s"],
+        ),
+        (
+            ("health.startup_timeout_s=4000", "health.stall_timeout_s=4600"),
+            ["health.stall_timeout_s = 4600", "4645 s"],
+        ),
+        (
+            ("health.checkpoint_timeout_s=4000", "health.stall_timeout_s=4600"),
+            ["health.stall_timeout_s = 4600", "4645 s"],
+        ),
+        (
+            ("rollout.timeout_s=7200", "validation.timeout_s=7200", "health.stall_timeout_s=7200"),
+            ["health.stall_timeout_s = 7200", "7245 s"],
+        ),
+        (
+            (
+                "validation.trial_timeout_s=7200",
+                "validation.timeout_s=7200",
+                "health.stall_timeout_s=7200",
+            ),
+            ["health.stall_timeout_s = 7200", "7245 s"],
+        ),
+        (
+            ("health.loop_blocked_s=61",),
+            ["health.loop_blocked_s = 61", "health.loop_blocked_end_s = 60"],
         ),
         (("trainer.seed=-1",), ["trainer.seed = -1"]),
         (("trainer.run_dir=",), ["trainer.run_dir"]),
@@ -145,3 +179,11 @@ def test_validation_alone_needs_held_out_prompts_only():
 def test_declared_cpus_counts_dedicated_replicas():
     config = load_config(None, ["validation.mode=dedicated", "rollout.replicas=3"])
     assert declared_cpus(config) == pytest.approx(3 + 1 + 1 + 0.1)
+
+
+def test_the_stall_limit_follows_the_other_limits():
+    assert load_config(None, list(HELD_OUT)).stall_timeout_s == 3600 + 3 * 15
+    config = load_config(None, [*HELD_OUT, "health.train_step_timeout_s=60"])
+    assert config.stall_timeout_s == 1800 + 600 + 3 * 15
+    config = load_config(None, [*HELD_OUT, "health.stall_timeout_s=9000"])
+    assert config.stall_timeout_s == 9000

@@ -154,7 +154,7 @@ async def test_cancelling_a_call_aborts_its_requests(tmp_path, slow_steps):
 async def test_requests_that_cannot_run_are_refused_and_others_go_on(tmp_path):
     async with _engine(tmp_path) as engine:
         with pytest.raises(RolloutError) as caught:
-            await engine.generate([request("a", [5]), request("b", [5] * 65)], timeout_s=30)
+            await engine.generate([request("a", [5]), request("b", [5] * 600)], timeout_s=30)
         assert caught.value.failure is FailureClass.OVER_LONG_PROMPT
         with pytest.raises(InvariantError, match="in the engine already"):
             await engine.generate([request("a", [5]), request("a", [6])], timeout_s=30)

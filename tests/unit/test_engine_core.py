@@ -296,7 +296,7 @@ def test_nothing_is_computed_before_the_first_weights(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "failure"),
     [
-        (request("r", [5] * 65), FailureClass.OVER_LONG_PROMPT),
+        (request("r", [5] * 161, max_tokens=1), FailureClass.OVER_LONG_PROMPT),
         (request("r", [5] * 60, max_tokens=101), FailureClass.OVER_LONG_PROMPT),
         (request("r", []), FailureClass.BAD_PROMPT),
         (request("r", [VOCAB]), FailureClass.BAD_PROMPT),
@@ -308,6 +308,14 @@ def test_requests_that_cannot_run_are_refused(bad, failure, tmp_path):
     with pytest.raises(RolloutError, match="request r: ") as caught:
         engine.check(bad)
     assert caught.value.failure is failure
+
+
+def test_a_later_turn_may_have_the_turns_before_it_in_its_prompt(tmp_path):
+    """`rollout.max_prompt_length` is 64 here, and 96 tokens may follow."""
+    engine, model = make_engine("llama_tied", tmp_path), make_model("llama_tied")
+    prompt = [3 + i % 50 for i in range(64 + 90)]
+    turn = request("r", prompt, max_tokens=6)
+    _assert_logprobs(model, prompt, run(engine, [turn])["r"], turn.sampling)
 
 
 @pytest.mark.parametrize(

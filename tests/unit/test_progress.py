@@ -110,6 +110,35 @@ def test_news_come_once_each():
     assert len(lines) == 2
 
 
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        (0.5, "partial: score 0.500, version 5, step 5; 3 of 9 trials: out of time"),
+        (None, "partial: no score, version 5, step 5; 3 of 9 trials: out of time"),
+    ],
+)
+def test_a_partial_score_is_called_so(score, text):
+    scored = ScoredValidation(
+        step=5, version=5, score=score, num_done=3, num_total=9, partial="out of time"
+    )
+    lines = plain(dataclasses.replace(STATUS, last_validation=scored))
+    assert any(line.endswith(f"validation: {text}") for line in lines), lines
+
+
+def test_dropped_prompts_are_named_once_and_then_counted():
+    states = [
+        dataclasses.replace(STATUS, num_dropped_prompts=n, dropped_prompts=tuple("ab"[:n]))
+        for n in (0, 1, 1, 2, 6, 6, 7, 12)
+    ]
+    lines = [line.partition("] ")[2] for line in plain(*states) if "dropped" in line]
+    assert lines == [
+        "dropped, as it cannot be used: a",
+        "dropped, as it cannot be used: b",
+        "6 prompts dropped so far; events.jsonl names them",
+        "12 prompts dropped so far; events.jsonl names them",
+    ]
+
+
 def test_the_end_is_told():
     lines = plain(STATUS, summary=SUMMARY)
     assert lines[-4:] == [

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import dataclasses
 import time
 
 import numpy as np
@@ -84,6 +85,7 @@ async def test_start_and_prepare(tmp_path, tokenizer):
     assert good.failure is None
     assert good.num_prompt_tokens > 10
     assert long.failure is FailureClass.OVER_LONG_PROMPT
+    assert long.num_prompt_tokens > 300
     assert "rows.jsonl line 2: the prompt has 3" in long.message
     assert "rollout.max_prompt_length is 200" in long.message
     assert alien.failure is bad.failure is FailureClass.BAD_PROMPT
@@ -99,6 +101,14 @@ async def test_start_and_prepare(tmp_path, tokenizer):
 async def test_start_without_validation(tmp_path, tokenizer):
     worker = RolloutWorkerCore(config_for(tmp_path, ROWS), tokenizer, 0)
     assert set(await worker.start()) == {Split.TRAIN}
+    await worker.close()
+
+
+async def test_start_without_training_prompts(tmp_path, tokenizer):
+    config = config_for(tmp_path, ROWS, data_val_files=str(tmp_path / "rows.jsonl"))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=""))
+    worker = RolloutWorkerCore(config, tokenizer, 0)
+    assert set(await worker.start()) == {Split.VALIDATION}
     await worker.close()
 
 
@@ -130,6 +140,7 @@ async def test_single_turn_goes_out_as_one_call_and_comes_back_as_trajectories(b
     assert engine.timeouts[0] == pytest.approx(20 - 2, abs=1)  # a tenth is kept for rewards
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 1.0]
     assert [outcome.answer for outcome in outcomes] == ["4", "five", "4"]
+    assert all(o.wall_s >= o.gen_s + o.reward_s > 0 for o in outcomes)
     assert [outcome.num_response_tokens for outcome in outcomes] == [2, 5, 4]
     assert outcomes[1].version_spans == ((4, 5),)
     assert {outcome.finish_reason for outcome in outcomes} == {"stop"}
@@ -171,8 +182,9 @@ async def test_several_turns_make_one_trajectory(bench):
     assert (second.sampling.max_tokens, third.sampling.temperature) == (3, 0.7)
     # The second turn was cut by its limit, so the template's end of turn is added for it.
     added = f"{END}\n<|im_start|>user\nagain?{END}\n<|im_start|>assistant\n"
+    # Nor is it trained on: it was sampled at temperature 0, and the trainer scores at 0.7.
     parts = [
-        ("call", True), ("[tool]", False), ("abc", True), (added, False), (f"4{END}", True),
+        ("call", True), ("[tool]", False), ("abc", False), (added, False), (f"4{END}", True),
     ]  # fmt: skip
     token_ids, mask = list(first.prompt_token_ids), [False] * len(first.prompt_token_ids)
     for text, sampled in parts:
@@ -186,6 +198,18 @@ async def test_several_turns_make_one_trajectory(bench):
     assert third.prompt_token_ids.tolist() == token_ids[:-2]
     assert outcomes[0].num_response_tokens == len(token_ids) - len(first.prompt_token_ids)
     assert outcomes[0].version_spans == ((4, 4 + 3 + 2),)
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+async def test_an_episode_without_a_turn_to_train_on_fails_in_training_only(bench, purpose):
+    async with bench(environment="AlwaysGreedy") as at:
+        request = group_request(1, purpose=purpose)
+        (outcome,), _ = await at.worker.run_group(request, at.engine(lambda _: f"4{END}"))
+    if purpose is Purpose.VALIDATION:
+        assert outcome.reward == 1.0
+    else:
+        assert outcome.failure is FailureClass.ENVIRONMENT
+        assert "another temperature, top_p, top_k or min_p" in outcome.message
 
 
 async def test_a_sync_environment_runs_in_a_thread(bench):

@@ -64,29 +64,74 @@ def test_resume_is_bit_identical_to_going_on(tmp_path: Path, name: str) -> None:
         assert torch.equal(tensor, copies[1].moments[key])
 
 
-def test_a_checkpoint_between_two_publications_carries_what_replicas_hold(
+@pytest.mark.parametrize("stopped_after", [1, 2, 4])
+def test_a_run_in_two_lives_ends_with_the_state_of_one_that_was_never_stopped(
+    model_path: Path, tmp_path: Path, stopped_after: int
+) -> None:
+    def train(core: TrainerCore, numbers: range) -> TrainerCore:
+        for number in numbers:
+            step(core, number, make_groups(seed=number))
+        return core
+
+    def state_of(core: TrainerCore) -> state.StateCopy:
+        core.copy_state(5)
+        return core._copies[5]
+
+    whole = state_of(train(make_core(model_path), range(1, 6)))
+    first = train(make_core(model_path), range(1, stopped_after + 1))
+    folder = write(first, stopped_after, tmp_path / "checkpoint")
+    torch.manual_seed(1234)
+    resumed = state_of(train(make_core(model_path, folder), range(stopped_after + 1, 6)))
+    assert whole.progress == resumed.progress
+    for mine, theirs in ((whole.model, resumed.model), (whole.moments, resumed.moments)):
+        assert list(mine) == list(theirs)
+        assert len(mine) > 10
+        for name, tensor in mine.items():
+            assert tensor.numpy().tobytes() == theirs[name].numpy().tobytes(), name
+
+
+def test_a_checkpoint_carries_published_versions_beside_the_trainers_weights(
+    model_path: Path, tmp_path: Path
+) -> None:
+    core = make_core(model_path)
+    held = {0: core.export_weights()}
+    step(core, 1, make_groups(seed=1))
+    held[1] = core.export_weights()
+    step(core, 2, make_groups(seed=2))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    core.copy_state(2)
+    core.write_state(2, folder, [], held)
+    files = sorted(path.name for path in (folder / "trainer").glob("version_*"))
+    assert files == ["version_000000.safetensors", "version_000001.safetensors"]
+    resumed = make_core(model_path, folder)
+    for version, published in held.items():
+        restored = resumed.restored_weights(version)
+        assert {spec.name for spec in restored.specs} == {spec.name for spec in published.specs}
+        tensors = unpack_weights(published)
+        for name, tensor in unpack_weights(restored).items():
+            assert torch.equal(tensor, tensors[name])
+        assert not np.array_equal(resumed.export_weights().buffer, restored.buffer)
+
+
+def test_a_checkpoint_of_before_has_one_version_under_another_name(
     model_path: Path, tmp_path: Path
 ) -> None:
     core = make_core(model_path)
     published = core.export_weights()
-    step(core, 1, make_groups(seed=1))
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     core.copy_state(1)
-    core.write_state(1, folder, [], published)
-    resumed = make_core(model_path, folder)
-    restored = resumed.restored_weights()
-    assert {spec.name for spec in restored.specs} == {spec.name for spec in published.specs}
-    tensors = unpack_weights(published)
-    for name, tensor in unpack_weights(restored).items():
-        assert torch.equal(tensor, tensors[name])
-    assert not np.array_equal(resumed.export_weights().buffer, restored.buffer)
+    core.write_state(1, folder, [], {3: published})
+    (folder / "trainer/version_000003.safetensors").rename(folder / state.OLD_PUBLISHED)
+    restored = make_core(model_path, folder).restored_weights(3)
+    assert restored.num_bytes == published.num_bytes
 
 
 def test_a_checkpoint_without_a_published_version_says_so(model_path: Path, tmp_path: Path) -> None:
     folder = write(make_core(model_path), 0, tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match=r"published\.safetensors"):
-        make_core(model_path, folder).restored_weights()
+    with pytest.raises(CheckpointError, match=r"version_000002\.safetensors"):
+        make_core(model_path, folder).restored_weights(2)
 
 
 def test_the_model_files_of_a_later_checkpoint_do_not_depend_on_the_one_resumed_from(

@@ -15,13 +15,16 @@ from freewheel.types import TrainRequest, TrainResult, Trajectory
 def make_config(
     *,
     temperature: float = 1.0,
+    rollout: dict[str, object] | None = None,
     correction: RolloutCorrectionConfig | None = None,
     optim: OptimConfig | None = None,
     **actor: object,
 ) -> Config:
     settings = {"ppo_mini_batch_size": 2, "ppo_max_token_len": 40, "device": "cpu", **actor}
     return Config(
-        rollout=RolloutConfig(temperature=temperature, max_response_length=11),
+        rollout=RolloutConfig(
+            temperature=temperature, max_response_length=11, device="cpu", **(rollout or {})
+        ),
         actor=ActorConfig(optim=optim or OptimConfig(lr=1e-3), **settings),
         algorithm=AlgorithmConfig(rollout_correction=correction or RolloutCorrectionConfig()),
     )

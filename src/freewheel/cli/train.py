@@ -9,6 +9,7 @@ from freewheel.cli.recipes import find_recipe
 from freewheel.config import Config, check_config, load_config
 from freewheel.config.checks import Purpose
 from freewheel.config.load import raise_problems
+from freewheel.config.schedule import schedule_steps
 from freewheel.plan import build_plan, render_plan
 from freewheel.preflight import Findings, check_inputs
 from freewheel.run_folder import RunFolder, holds_run, resolve_run_dir
@@ -65,7 +66,6 @@ def _train(options: argparse.Namespace) -> int:
     resume = config.trainer.resume_mode == "auto" and holds_run(run_dir)
     if not resume:
         RunFolder.check_free(run_dir)
-    report_findings(config)
     return _start(config, run_dir, resume=resume)
 
 
@@ -74,20 +74,23 @@ def _resume(options: argparse.Namespace) -> int:
     config = load_config(folder.config_path, options.overrides)
     check_config(config)
     config = with_absolute_paths(config)
-    report_findings(config)
     return _start(config, options.run_dir, resume=True)
 
 
 def _start(config: Config, run_dir: Path, *, resume: bool) -> int:
+    findings = report_findings(config)
+    steps = schedule_steps(config, num_prompts=findings.num_train_prompts)
     # Here, so that commands which start nothing load nothing.
     from freewheel.app import run_training
 
-    return run_training(config, run_dir, resume=resume)
+    return run_training(config, run_dir, resume=resume, schedule_steps=steps)
 
 
 def _dry_run(config: Config) -> int:
     findings = check_inputs(config)
     raise_problems(findings.problems)
+    if not findings.missing:
+        schedule_steps(config, num_prompts=findings.num_train_prompts)
     plan = build_plan(
         config,
         num_train_prompts=findings.num_train_prompts,

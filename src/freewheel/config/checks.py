@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from freewheel.config.load import raise_problems, show
+from freewheel.config.schedule import configured_steps, warm_up_problem
 from freewheel.config.sections import Config
 from freewheel.errors import FailureClass
 
@@ -29,14 +30,15 @@ def check_config(config: Config, *, purpose: Purpose = "train") -> None:
 
     Args:
         config: what `load_config` gave.
-        purpose: `validate` needs held-out prompts and no training prompts.
+        purpose: `validate` needs held-out prompts, and nothing that only training needs.
 
     Raises:
         ConfigError: with a line for each problem.
     """
     problems = list(_check_required(config, purpose))
     for check in _CHECKS:
-        problems += check(config)
+        if purpose == "train" or check not in _TRAINING_CHECKS:
+            problems += check(config)
     raise_problems(problems)
 
 
@@ -162,20 +164,16 @@ def _check_trainer(config: Config) -> Iterator[str]:
 
 
 def _check_schedule(config: Config) -> Iterator[str]:
-    optim, total = config.actor.optim, config.trainer.total_training_steps
-    shape = optim.lr_scheduler_type
-    if shape != "constant" and total is None and config.algorithm.filter_groups:
+    shape, steps = config.actor.optim.lr_scheduler_type, configured_steps(config)
+    if shape != "constant" and steps is None and config.algorithm.filter_groups:
         names = _values(config, "actor.optim.lr_scheduler_type", "algorithm.filter_groups")
         yield (
             f"{names}: how many steps the epochs give is not known beforehand, and the schedule "
             "needs it; set trainer.total_training_steps"
         )
-    if total is None:
-        return
-    optimizer_steps = total * config.async_training.require_batches * config.actor.ppo_epochs
-    if optim.lr_warmup_steps >= optimizer_steps:
-        names = _values(config, "actor.optim.lr_warmup_steps", "trainer.total_training_steps")
-        yield f"{names}: the run ({optimizer_steps} optimizer steps) ends within the warm-up"
+    problem = None if steps is None else warm_up_problem(config, steps)
+    if problem is not None:
+        yield problem
 
 
 def _check_staleness(config: Config) -> Iterator[str]:
@@ -232,6 +230,21 @@ def _check_deadlines(config: Config) -> Iterator[str]:
                 f"{inner} = {limits[inner]:g}, {outer} = {limits[outer]:g}: "
                 f"{inner} must be at most {outer}"
             )
+    yield from _check_watches(config)
+
+
+def _check_watches(config: Config) -> Iterator[str]:
+    """What watches others must leave them the time that their own limits give them."""
+    health, longest_s = config.health, config.longest_move_s
+    if health.stall_timeout_s is not None and health.stall_timeout_s < longest_s:
+        names = _values(config, "health.stall_timeout_s")
+        yield (
+            f"{names}: the other limits allow {longest_s:g} s before anything moves "
+            f"(health.*_timeout_s, rollout.timeout_s, 3 health.grace_s); at least that, or null"
+        )
+    if health.loop_blocked_s > health.loop_blocked_end_s:
+        names = _values(config, "health.loop_blocked_s", "health.loop_blocked_end_s")
+        yield f"{names}: the run would end before the block is reported; at most the latter"
 
 
 def _check_run(config: Config) -> Iterator[str]:
@@ -308,3 +321,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_length,
     _check_cluster,
 )
+
+_TRAINING_CHECKS = (_check_groups, _check_schedule, _check_length)
+"""These concern what a validation alone does not do."""

@@ -18,6 +18,8 @@ STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 CountOrZero: TypeAlias = Annotated[int, Field(ge=0)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0)]
+
+_CLOSING_S = 5.0
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
@@ -83,7 +85,8 @@ class RolloutConfig:
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: keep the smallest set of tokens with this probability."""
+    """Nucleus sampling: keep the smallest set of tokens with this probability. The trainer scores
+    under these three filters too, so that importance ratios are right; that costs it some time."""
     top_k: Annotated[int, Field(ge=-1)] = 0
     """Keep the so many likeliest tokens; 0 or -1: all."""
     min_p: Fraction = 0.0
@@ -152,6 +155,9 @@ class OptimConfig:
     """Shape after the warm-up."""
     lr_warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
+    total_training_steps: Count | None = None
+    """Trainer steps over which `linear` and `cosine` run. Unset: all of the run, as
+    `trainer.total_training_steps` says or `trainer.total_epochs` gives."""
     min_lr_ratio: Fraction = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -359,9 +365,10 @@ class HealthConfig:
     """What happens when a stage has work but does not move within its limit: after a report, end
     the run; only report; or first replace what may hold it up (rollout workers), and end if that
     does not help."""
-    stall_timeout_s: Seconds = 3600.0
-    """Nothing at all has moved in the whole run for so long. At least as long as the longest thing
-    that counts as one move: a trainer step, a start-up, a rollout."""
+    stall_timeout_s: Seconds | None = None
+    """Nothing at all has moved in the whole run for so long. Unset: the longest that the other
+    limits allow between two moves, which it must not be below: a trainer step, a start-up or a
+    checkpoint's copy with a publication after it, a rollout, a trial; with 3 `grace_s`."""
     replica_stall_s: Seconds = 60.0
     """A replica that has requests to work on and has produced no token for so long, or that does
     not answer for so long while rollouts hold it, is replaced."""
@@ -371,10 +378,16 @@ class HealthConfig:
     """The control plane's event loop has not turned for so long: the run is ended from outside."""
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
-    shutdown_timeout_s: Seconds = 25.0
-    """From a stop signal to the end, the last checkpoint included."""
+    shutdown_timeout_s: Seconds = 30.0
+    """From a stop signal to the end of the process, the last checkpoint included. The last 5 s of
+    it (of a short one the half) are for the summary, the records and the workers' end. After a
+    failure, the time in which checkpoints that are cut already are written."""
     max_restarts: CountOrZero = 8
-    """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    """Replacements of lost replicas, rollout workers and trainers, together, within
+    `health.restart_window_s`, before the run ends."""
+    restart_window_s: Seconds = 3600.0
+    """For so long a replacement counts against `health.max_restarts`: a long run may lose more
+    workers than that over its life, but not one after the other."""
     trainer_replay_bytes: Count = 1 << 32
     """Trajectories kept since the newest checkpoint, to bring a lost trainer back to where it was
     (20 bytes a token). When a save interval trains on more, a lost trainer ends the run."""
@@ -382,6 +395,11 @@ class HealthConfig:
     """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3
     """Failed groups of one prompt, over all epochs, before it is set aside."""
+
+    @property
+    def stop_work_s(self) -> float:
+        """Of `shutdown_timeout_s`, the time in which work under way may end and be saved."""
+        return self.shutdown_timeout_s - min(_CLOSING_S, self.shutdown_timeout_s / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,6 +486,26 @@ class Config:
         if self.validation.mode is not None:
             return self.validation.mode
         return "parallel" if self.async_training.parallel_validate_and_rollout else "exclusive"
+
+    @property
+    def longest_move_s(self) -> float:
+        """Longest time that the other limits allow to pass before anything in the run moves."""
+        health = self.health
+        moves_s = [
+            health.startup_timeout_s + health.sync_timeout_s,
+            health.checkpoint_timeout_s + health.sync_timeout_s,
+            health.train_step_timeout_s,
+            health.prepare_timeout_s,
+            self.rollout.timeout_s,
+        ]
+        if self.data.val_files:
+            moves_s.append(self.trial_timeout_s)
+        return max(moves_s) + 3 * health.grace_s
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Nothing at all has moved in the whole run for so long: it is stalled."""
+        return self.health.stall_timeout_s or self.longest_move_s
 
     @property
     def trial_timeout_s(self) -> float:

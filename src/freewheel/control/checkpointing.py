@@ -28,13 +28,15 @@ MAX_COPIES = 2
 class CutState:
     """The control plane's part of a cut; the references keep its bulk data alive until written.
 
-    `trajectories` are those of the ready groups, and `owners` the group ids, one each.
+    `held` are the published versions, ascending, that differ from the trainer's weights and that
+    rollouts or validations need to go on. `trajectories` are those of the ready groups, and
+    `owners` the group ids, one each.
     """
 
     control: dict[str, Any]
     trajectories: Sequence[Ref]
     owners: Sequence[int]
-    published: Weights | None
+    held: Sequence[Weights]
 
     def without(self, positions: Sequence[int]) -> "CutState":
         """The cut with the groups of these trajectories as not finished."""
@@ -45,7 +47,7 @@ class CutState:
             control={**self.control, "ledger": without_outcomes(ledger, lost)},
             trajectories=[self.trajectories[i] for i in kept],
             owners=[self.owners[i] for i in kept],
-            published=self.published,
+            held=self.held,
         )
 
 
@@ -87,7 +89,11 @@ class Checkpointer:
                 await self._changed.until(lambda: True if self.num_copies < MAX_COPIES else None)
         state = self._collect()
         self.num_copies += 1
-        await self._trainer.copy_state(step)
+        try:
+            await self._trainer.copy_state(step)
+        except BaseException:
+            self.num_copies -= 1
+            raise
         taken_s = asyncio.get_running_loop().time()
         self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
         self._recorder.event("checkpoint_cut", step=step)
@@ -126,9 +132,7 @@ class Checkpointer:
         state = job.state
         while True:
             try:
-                await self._trainer.write_state(
-                    job.step, folder, state.trajectories, state.published
-                )
+                await self._trainer.write_state(job.step, folder, state.trajectories, state.held)
             except TrajectoriesLostError as error:
                 state = state.without(error.positions)
                 self._recorder.event("trajectories_lost", step=job.step, reason=str(error))

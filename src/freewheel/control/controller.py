@@ -35,11 +35,12 @@ from freewheel.control.worker_pool import WorkerPool
 from freewheel.errors import (
     CheckpointError,
     LoopEndedError,
+    NoScoreError,
     RecordError,
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
 from freewheel.status import RunStatus
-from freewheel.types import Split
+from freewheel.types import Split, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Controller:
         recorder: takes the run's records.
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
-        validate_only: no training, one validation.
+        validate_only: no training, one validation; the run fails if that gives no score.
         reporter: keeps the evidence when the watchdog finds a stall; None: no watchdog.
         started_s: run time at which this process takes over (0 for a new run), in seconds.
         on_status: is given the state of the run every `logging.interval_s`; must return at once.
@@ -114,7 +115,7 @@ class Controller:
         config, waits, recorder, backend = self.config, self.waits, self._recorder, self._backend
         changed, health = Signal(), self.config.health
         self.store = WeightStore()
-        self.restarts = Restarts(health.max_restarts, recorder)
+        self.restarts = Restarts(health, recorder)
         self.staleness = StalenessBound(
             max_open=config.max_slots,
             max_staleness=config.async_training.staleness_bound,
@@ -230,7 +231,7 @@ class Controller:
             pool=self.pool,
             store=self.store,
             workers=self.workers,
-            rollouter=self.rollouter,
+            restarts=self.restarts,
             train=self.train,
             trainer=self.trainer,
             validator=self.validator,
@@ -258,6 +259,14 @@ class Controller:
         self._cause = None if error is None else first_leaf(error)
         return self._end()
 
+    def end_at_once(self, reason: str) -> RunEnd:
+        """The end of a stopped run that is not waited for; from any thread.
+
+        Args:
+            reason: why it is not.
+        """
+        return self._end(cut_short=reason)
+
     async def run(self) -> RunEnd:
         """Run to the end, whatever the end."""
         self._recorder.event("run_started", resumed_from=self._resume and str(self._resume.folder))
@@ -276,13 +285,28 @@ class Controller:
         """Stop admitting, checkpoint, end. Called on SIGINT (`SIGINT`) or SIGTERM (`SIGTERM`)."""
         if self._stop_signal is None:
             self._stop_signal = signal_name
-            self._recorder.event("stop_requested", signal=signal_name)
             self.admission.hold(signal_name)
             self.train.stop()
             self._stop_requested.set()
             self.ledger.changed.notify()
+            # Last: if records fail, the run stops all the same.
+            self._recorder.event("stop_requested", signal=signal_name)
 
     async def _run_loops(self) -> None:
+        """All loops; that of the checkpoints outlives the others, to write what is already cut."""
+        try:
+            async with asyncio.TaskGroup() as writing:
+                checkpoints = self._guard("checkpoint", self.checkpointer.run())
+                write_task = writing.create_task(checkpoints, name="checkpoint")
+                await self._run_root()
+                if self._cause is not None and not write_task.done():
+                    await self._write_cuts_left()
+                write_task.cancel()
+        except* Exception as errors:  # noqa: BLE001 - kept as the cause that ends the run
+            if self._cause is None:
+                self._cause = first_leaf(errors)
+
+    async def _run_root(self) -> None:
         try:
             async with asyncio.TaskGroup() as root:
                 tasks = self._start_workers(root)
@@ -301,6 +325,16 @@ class Controller:
             if self._cause is None:
                 self._cause = first_leaf(errors)
 
+    async def _write_cuts_left(self) -> None:
+        """After a failure: the state of the cuts is whole, only their writing was under way."""
+        limit_s = self.config.health.shutdown_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.checkpointer.drain()
+        except TimeoutError:
+            with contextlib.suppress(RecordError):
+                self._recorder.event("checkpoint_overdue", limit_s=limit_s)
+
     def _start_workers(self, root: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         loops: dict[str, Coroutine[Any, Any, None]] = {
             **{replica.name: replica.run() for replica in self.replicas},
@@ -310,7 +344,6 @@ class Controller:
             },
             "validate": self.validator.run(),
             **self._health_loops(),
-            "checkpoint": self.checkpointer.run(),
         }
         return [root.create_task(self._guard(n, loop), name=n) for n, loop in loops.items()]
 
@@ -370,6 +403,11 @@ class Controller:
         await self.train.publish(due.version)
         self.validator.request(step=due.step, version=due.version)
         await self.validator.drain(lambda: self._stop_signal is not None)
+        row = self.validator.last_row
+        if self._stop_signal is None and (row is None or row["score"] is None):
+            raise NoScoreError(
+                "the validation has no score" + ("" if row is None else f": {row['reason']}")
+            )
 
     async def _report(self, on_status: Callable[[RunStatus], None]) -> None:
         """Say how the run stands.
@@ -397,7 +435,7 @@ class Controller:
     async def _limit_stop(self) -> None:
         """After a stop was asked for, wait for its limit at most."""
         await self._stop_requested.wait()
-        limit_s = self.config.health.shutdown_timeout_s
+        limit_s = self.config.health.stop_work_s
         await asyncio.sleep(limit_s)
         self._recorder.event("stop_overdue", limit_s=limit_s, waits=self.waits.describe())
         self._cut_short = True
@@ -412,6 +450,7 @@ class Controller:
         ready = [group for group in self.ledger.open.values() if group.ready]
         datasets = self.workers.datasets or {}
         train_data = datasets.get(Split.TRAIN)
+        held = self._held_versions()
         control = {
             "format": 1,
             "structure": structure(self.config),
@@ -420,18 +459,31 @@ class Controller:
             "ledger": self.ledger.state(),
             "staleness": self.staleness.state(),
             "validations": self.validator.state(),
+            "held_versions": [weights.version for weights in held],
             "num_rows": self._recorder.num_rows(),
             "num_validations": self.validator.num_recorded,
             "run_s": self.now_s(),
             "busy_s": self._busy_and_total_s(),
         }
-        between = train.steps_since_publish % self.train.trigger != 0
         return CutState(
             control=control,
             trajectories=tuple(ref for group in ready for ref in group.payloads),
             owners=tuple(group.group_id for group in ready for _ in group.payloads),
-            published=self.store.latest if between else None,
+            held=held,
         )
+
+    def _held_versions(self) -> list[Weights]:
+        """Published versions, ascending, that a resumed run needs and the trainer has no more.
+
+        The one that rollouts go on with, between two publications; those of the validations.
+        """
+        train = self.train.state
+        wanted = {row["version"] for row in self.validator.state()}
+        if train.steps_since_publish % self.train.trigger != 0:
+            wanted.add(train.version)
+        if train.steps_since_publish == 0:
+            wanted.discard(train.version)
+        return [self.store.get(version) for version in sorted(wanted) if self.store.has(version)]
 
     def _restore(self, control: dict[str, Any]) -> None:
         """Take over the control plane's state of a checkpoint. Needs no worker."""
@@ -452,12 +504,23 @@ class Controller:
                 f"has {info.fingerprint} now"
             )
         self.ledger.attach(lambda ids: self.trainer.load_trajectories(resume.folder, ids))
-        state = self.train.state
-        for due in [Due(**row) for row in resume.control["validations"]]:
-            if due.version == state.version and not self.train.publication_due():
-                self.validator.request(step=due.step, version=due.version)
+        await self._take_up_validations(resume.control)
+
+    async def _take_up_validations(self, control: dict[str, Any]) -> None:
+        """Go on with the validations of the cut, as far as their weights are still there."""
+        version = self.train.state.version
+        kept: set[int] = set(control.get("held_versions", ()))
+        to_come = set[int]() if self.train.publication_due() else {version}
+        for due in sorted((Due(**row) for row in control["validations"]), key=lambda d: d.version):
+            if not self.config.data.val_files:
+                self.validator.skip(due, "the run was resumed without data.val_files")
+            elif due.version in kept | to_come:
+                self.validator.take_up(due)
             else:
                 self.validator.skip(due, "the run was resumed; its policy version is gone")
+        for older in sorted(kept - to_come):
+            if self.store.is_held(older):
+                await self.train.take_back(older)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -467,12 +530,12 @@ class Controller:
         shared = self.config.rollout.replicas
         return busy_s + self.pool.busy_s(), total_s + elapsed_s * shared
 
-    def _end(self) -> RunEnd:
+    def _end(self, cut_short: str = "") -> RunEnd:
         busy_s, total_s = self._busy_and_total_s()
         return make_run_end(
             error=self._cause,
             stop_signal=self._stop_signal,
-            cut_short=self._describe_cut_short(),
+            cut_short=cut_short or self._describe_cut_short(),
             numbers={
                 "steps": self.train.state.step,
                 "policy_version": self.train.state.version,
@@ -492,10 +555,11 @@ class Controller:
         if not self._cut_short:
             return ""
         saved = max(self.checkpointer.saved_steps, default=None)
+        health = self.config.health
         return (
-            "what was under way did not end within "
-            f"{self.config.health.shutdown_timeout_s:g} s (health.shutdown_timeout_s): the newest "
-            f"checkpoint is of step {saved}, the run was at step {self.train.state.step}"
+            f"what was under way did not end within {health.stop_work_s:g} s "
+            f"(health.shutdown_timeout_s={health.shutdown_timeout_s:g}, closing taken off): the "
+            f"newest checkpoint is of step {saved}, the run was at step {self.train.state.step}"
         )
 
 

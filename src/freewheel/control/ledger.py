@@ -18,6 +18,9 @@ from freewheel.errors import FailureClass, InvariantError
 from freewheel.protocols import Recorder
 from freewheel.types import Member, PromptInfo, Ref, RolloutOutcome
 
+MAX_DROPPED = 10
+"""Dropped prompts whose messages are kept for the display; `events.jsonl` has all."""
+
 
 class Fate(StrEnum):
     """How a sample ends."""
@@ -30,7 +33,11 @@ class Fate(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """One open group. `start_version` bounds the versions of all its tokens from below."""
+    """One open group. `start_version` bounds the versions of all its tokens from below.
+
+    `began_s` has the begin of each member's newest attempt, `times_s` begin and end of the attempt
+    that gave its outcome, in run time; both by the member's number.
+    """
 
     group_id: int
     epoch: int
@@ -38,11 +45,11 @@ class Group:
     num_prompt_tokens: int
     start_version: int
     max_staleness: int
-    started_s: float
-    ended_s: float = 0.0
     ready: bool = False
     attempts: list[int] = field(default_factory=list[int])
     outcomes: dict[int, RolloutOutcome] = field(default_factory=dict[int, RolloutOutcome])
+    began_s: dict[int, float] = field(default_factory=dict[int, float])
+    times_s: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
     payloads: list[Ref] = field(default_factory=list[Ref])
 
     def sample_id(self, index: int) -> str:
@@ -54,10 +61,9 @@ class Group:
         """Outcomes of the finished members, by their number."""
         return [o for _, o in sorted(self.outcomes.items()) if o.failure is None]
 
-    def become_ready(self, ended_s: float) -> None:
+    def become_ready(self) -> None:
         """It is complete and waits for the trainer; its oldest version is known now."""
         self.ready = True
-        self.ended_s = ended_s
         self.start_version = min(outcome.min_version for outcome in self.finished)
 
     @property
@@ -104,6 +110,8 @@ class Ledger:
         self._fates: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._prompt_failures: Counter[int] = Counter()
+        self._named: set[int] = set()
+        self.dropped: list[str] = []
 
     # -- issuing ------------------------------------------------------------------------------
 
@@ -128,6 +136,7 @@ class Ledger:
             fate, failure, message = Fate.SET_ASIDE, None, "failed too often"
         else:
             fate, failure, message = Fate.FILTERED, prompt.failure, prompt.message
+        self._name_once(prompt.prompt_index, failure, message)
         self.dropped_in_a_row += 1
         for index in range(self._group_size):
             outcome = RolloutOutcome(
@@ -140,6 +149,22 @@ class Ledger:
             self._close_sample(group, outcome, fate)
         self._moved()
 
+    def _name_once(self, prompt_index: int, failure: FailureClass | None, message: str) -> None:
+        """Say which prompt is dropped, the first time it is."""
+        if prompt_index in self._named:
+            return
+        self._named.add(prompt_index)
+        self._recorder.event(
+            "prompt_dropped", prompt_index=prompt_index, failure=failure, message=message
+        )
+        if len(self.dropped) < MAX_DROPPED:
+            self.dropped.append(f"prompt {prompt_index}: {message}")
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped, each counted once."""
+        return len(self._named)
+
     def _make_group(
         self, epoch: int, prompt: PromptInfo, start_version: int, max_staleness: int
     ) -> Group:
@@ -150,7 +175,6 @@ class Ledger:
             num_prompt_tokens=prompt.num_prompt_tokens,
             start_version=start_version,
             max_staleness=max_staleness,
-            started_s=self._now_s(),
             attempts=[0] * self._group_size,
         )
         self.next_group_id += 1
@@ -166,6 +190,7 @@ class Ledger:
         members: list[Member] = []
         for index in indices:
             group.attempts[index] += 1
+            group.began_s[index] = self._now_s()
             sample_id, attempt = group.sample_id(index), group.attempts[index]
             members.append(
                 Member(sample_id=sample_id, attempt=attempt, seed=seed(sample_id, attempt))
@@ -193,14 +218,23 @@ class Ledger:
                     f"group {group.group_id}: late and current trajectories came together: "
                     f"{[(o.sample_id, o.attempt) for o in outcomes]}"
                 )
-        for outcome in taken:
-            group.outcomes[_member_index(outcome)] = outcome
+        self._book(group, taken)
         if payload is not None and finished:
             group.payloads.append(payload)
         self._moved()
 
+    def _book(self, group: Group, outcomes: Sequence[RolloutOutcome]) -> None:
+        now_s, longest_s = self._now_s(), max((o.wall_s for o in outcomes), default=0.0)
+        for outcome in outcomes:
+            index = _number(outcome)
+            group.outcomes[index] = outcome
+            # They come together, when the last has ended.
+            ended_s = now_s - (longest_s - outcome.wall_s if outcome.wall_s else 0.0)
+            began_s = ended_s - outcome.wall_s if outcome.wall_s else 0.0
+            group.times_s[index] = (max(began_s, group.began_s[index]), ended_s)
+
     def _is_late(self, group: Group, outcome: RolloutOutcome) -> bool:
-        index = _member_index(outcome)
+        index = _number(outcome)
         current = group.attempts[index] if index < len(group.attempts) else 0
         if outcome.sample_id != group.sample_id(index) or outcome.attempt > current:
             raise InvariantError(
@@ -219,7 +253,7 @@ class Ledger:
 
     def make_ready(self, group: Group) -> None:
         """The group is complete and waits for the trainer."""
-        group.become_ready(self._now_s())
+        group.become_ready()
         self.num_ready += 1
         self.failed_in_a_row = self.filtered_in_a_row = 0
         self._moved()
@@ -232,6 +266,7 @@ class Ledger:
                 raise InvariantError(f"group {group.group_id} is not ready, nothing of it is lost")
             group.ready = False
             group.outcomes.clear()
+            group.times_s.clear()
             group.payloads.clear()
         self.num_ready -= len(groups)
         self._moved()
@@ -245,14 +280,15 @@ class Ledger:
         self.num_ready -= len(groups)
         for group in groups:
             for outcome in group.outcomes.values():
-                fate = Fate.TRAINED if outcome.failure is None else Fate.FAILED
-                self._close_sample(group, outcome, fate, step)
+                if outcome.failure is None:
+                    self._close_sample(group, outcome, Fate.TRAINED, step)
+                else:
+                    self._close_sample(group, outcome, Fate.FAILED)
         self.num_trained_groups += len(groups)
         self._moved()
 
     def filter(self, group: Group) -> None:
         """Close a complete group that carries no gradient."""
-        group.ended_s = self._now_s()
         self._pop(group.group_id, ready=False)
         for outcome in group.outcomes.values():
             fate = Fate.FILTERED if outcome.failure is None else Fate.FAILED
@@ -263,7 +299,6 @@ class Ledger:
 
     def fail(self, group: Group) -> None:
         """Close a group of which too few members finished."""
-        group.ended_s = self._now_s()
         self._pop(group.group_id, ready=False)
         self._prompt_failures[group.prompt_index] += 1
         self.failed_in_a_row += 1
@@ -286,6 +321,8 @@ class Ledger:
         self._fates[fate.value] += 1
         if failure is not None:
             self._failures[failure.value] += 1
+        now_s = self._now_s()
+        began_s, ended_s = group.times_s.get(_number(outcome), (now_s, now_s))
         self._recorder.sample(
             {
                 "sample_id": outcome.sample_id,
@@ -297,11 +334,11 @@ class Ledger:
                 "failure": None if failure is None else failure.value,
                 "message": outcome.message,
                 "reward": outcome.reward,
-                "num_prompt_tokens": outcome.num_prompt_tokens,
+                "num_prompt_tokens": outcome.num_prompt_tokens or group.num_prompt_tokens,
                 "num_response_tokens": outcome.num_response_tokens,
                 "version_spans": [list(span) for span in outcome.version_spans],
-                "started_s": round(group.started_s, 6),
-                "ended_s": round(group.ended_s or self._now_s(), 6),
+                "started_s": round(began_s, 6),
+                "ended_s": round(ended_s, 6),
                 "trained_step": step,
             }
         )
@@ -353,6 +390,7 @@ class Ledger:
             "failures": dict(self._failures),
             "late": self.num_late,
             "prompt_failures": {str(k): v for k, v in self._prompt_failures.items()},
+            "dropped_prompts": sorted(self._named),
             "open": [_group_state(group) for group in self.open.values()],
         }
 
@@ -368,6 +406,7 @@ class Ledger:
         self._failures = Counter(state["failures"])
         self.num_late = state.get("late", 0)
         self._prompt_failures = Counter({int(k): v for k, v in state["prompt_failures"].items()})
+        self._named = set(state["dropped_prompts"])
         self.open = {row["group_id"]: _restore_group(row) for row in state["open"]}
         self.num_ready = sum(group.ready for group in self.open.values())
         self.check()
@@ -384,19 +423,21 @@ class Ledger:
             group.payloads = [ref]
 
 
-def _member_index(outcome: RolloutOutcome) -> int:
-    return int(outcome.sample_id.rpartition("-")[2])
-
-
 def without_outcomes(state: dict[str, Any], group_ids: Collection[int]) -> dict[str, Any]:
     """A ledger's `state()` in which these groups are not finished: they run again."""
 
     def reopened(row: dict[str, Any]) -> dict[str, Any]:
         if row["group_id"] not in group_ids:
             return row
-        return {**{k: v for k, v in row.items() if k != "outcomes"}, "ready": False}
+        kept = {k: v for k, v in row.items() if k not in ("outcomes", "times_s")}
+        return {**kept, "ready": False}
 
     return {**state, "open": [reopened(row) for row in state["open"]]}
+
+
+def _number(outcome: RolloutOutcome) -> int:
+    """Number of the sample in its group."""
+    return int(outcome.sample_id.rpartition("-")[2])
 
 
 def _group_state(group: Group) -> dict[str, Any]:
@@ -407,25 +448,27 @@ def _group_state(group: Group) -> dict[str, Any]:
         "num_prompt_tokens": group.num_prompt_tokens,
         "start_version": group.start_version,
         "max_staleness": group.max_staleness,
-        "started_s": group.started_s,
-        "ended_s": group.ended_s,
         "ready": group.ready,
-        "attempts": group.attempts,
+        "attempts": list(group.attempts),
     }
     if group.ready:
         state["outcomes"] = {str(i): asdict(o) for i, o in sorted(group.outcomes.items())}
+        state["times_s"] = {str(i): list(times) for i, times in sorted(group.times_s.items())}
     return state
 
 
 def _restore_group(row: dict[str, Any]) -> Group:
-    outcomes = row.get("outcomes", {})
-    fields = {key: value for key, value in row.items() if key != "outcomes"}
+    own = ("outcomes", "times_s", "attempts")
     return Group(
-        **fields, outcomes={int(index): _restore_outcome(o) for index, o in outcomes.items()}
+        **{key: value for key, value in row.items() if key not in own},
+        attempts=list(row["attempts"]),
+        outcomes={int(i): restore_outcome(o) for i, o in row.get("outcomes", {}).items()},
+        times_s={int(i): (began, ended) for i, (began, ended) in row.get("times_s", {}).items()},
     )
 
 
-def _restore_outcome(row: dict[str, Any]) -> RolloutOutcome:
+def restore_outcome(row: dict[str, Any]) -> RolloutOutcome:
+    """Undo `asdict` and JSON."""
     spans = tuple((int(version), int(tokens)) for version, tokens in row["version_spans"])
     failure = None if row["failure"] is None else FailureClass(row["failure"])
     fields: dict[str, Any] = {**row, "version_spans": spans, "failure": failure}

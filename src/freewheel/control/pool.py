@@ -5,7 +5,8 @@ signal, `changed`, is notified whenever a waiter may have become able to go on.
 
 Invariants: a replica pinned at v takes no other version until it is released; a lease of a
 validation is only given on a replica that holds exactly the pinned version; a replica goes back to
-an older version only when nothing runs on it.
+an older version only when nothing runs on it; without partial rollouts it takes any version only
+then, and nothing starts on it while it does.
 """
 
 from collections.abc import Callable, Iterable
@@ -69,10 +70,6 @@ class Slot:
     leases: list[Lease] = field(default_factory=list[Lease])
     busy_s: float = 0.0
     busy_since_s: float | None = None
-
-    def goes_back(self) -> bool:
-        """True while it loads an older version: its tokens would be older than it says."""
-        return self.updating_to is not None and self.updating_to < self.version
 
     def num_leases(self, purpose: Purpose) -> int:
         """Leases given for this purpose."""
@@ -173,8 +170,13 @@ class Pool:
         self.slots[replica_id].updating_to = None
         self.changed.notify()
 
-    def _is_draining(self, slot: Slot) -> bool:
-        """True if running leases keep it from the version that it should hold."""
+    def _changes_version(self, slot: Slot) -> bool:
+        """True if it loads a version, or waits to, that no rollout may see beside its present one.
+
+        A newer one may come to rollouts in flight if they are partial; an older one never.
+        """
+        if slot.updating_to is not None:
+            return slot.updating_to < slot.version or not self._partial_rollout
         target = self.target_version(slot)
         if target == slot.version or target > self.latest:
             return False
@@ -184,17 +186,18 @@ class Pool:
 
     def try_lease_training(self, holder: str, *, min_version: int) -> Lease | None:
         """A lease on the least loaded replica that holds `min_version` or newer, if one is free."""
-        candidates = [
+        return self._lease(self._free_for_training(min_version), Purpose.TRAINING, holder)
+
+    def _free_for_training(self, min_version: int) -> list[Slot]:
+        return [
             slot
             for slot in self.slots.values()
             if slot.role is Role.SHARED
             and slot.version >= max(min_version, 0)
             and len(slot.leases) < self._capacity
-            and not slot.goes_back()
-            and not self._is_draining(slot)
+            and not self._changes_version(slot)
             and not self._is_wanted_by_validation(slot)
         ]
-        return self._lease(candidates, Purpose.TRAINING, holder)
 
     def try_lease_validation(self, holder: str, pin: Pin) -> Lease | None:
         """A lease on the least loaded replica of a pin that holds its version, if one is free."""
@@ -203,6 +206,7 @@ class Pool:
             for slot in (self.slots[i] for i in sorted(pin.replica_ids))
             if slot.version == pin.version
             and slot.updating_to is None
+            and (slot.role is Role.DEDICATED or not self._rollouts_come_first())
             and len(slot.leases) < self._capacity
             and slot.num_leases(Purpose.VALIDATION) < self._validation_capacity(slot)
         ]
@@ -256,10 +260,19 @@ class Pool:
             return False
         if slot.pin.exclusive:
             return True
-        if slot.pin.num_pending == 0:
+        if slot.pin.num_pending == 0 or self._rollouts_come_first():
             return False
         left_for_rollouts = self._capacity - self._validation_capacity(slot)
         return slot.num_leases(Purpose.TRAINING) >= left_for_rollouts
+
+    def _rollouts_come_first(self) -> bool:
+        """True while none of the replicas that are left to rollouts has ever had weights.
+
+        Their start is no reason to keep rollouts waiting for a validation; a loss later on is, as
+        it may last longer than a validation.
+        """
+        free = [s for s in self.slots.values() if s.role is Role.SHARED and s.pin is None]
+        return bool(free) and all(s.version == NO_VERSION and s.incarnation <= 1 for s in free)
 
     def _has_free_shared(self) -> bool:
         return any(s.role is Role.SHARED and s.pin is None for s in self.slots.values())
@@ -286,6 +299,10 @@ class Pool:
         slot.pin = None
         pin.replica_ids.discard(replica_id)
         self.changed.notify()
+
+    def is_held(self, pin: Pin) -> bool:
+        """True if a replica of the pin has its version."""
+        return any(self.slots[i].version == pin.version for i in pin.replica_ids)
 
     def idle_pinned(self, pin: Pin) -> list[int]:
         """Pinned replicas on which nothing of the validation runs any more."""
@@ -338,12 +355,28 @@ class Pool:
         self.pin(pin, chosen)
         return chosen
 
-    def serves_training(self, min_version: int) -> bool:
-        """True if a shared replica holds this version or is free to take it."""
+    def pins_keep_back(self, min_version: int) -> bool:
+        """True if no rollout can have a replica, but one could if none were pinned."""
+        if self._free_for_training(min_version):
+            return False
+        shared = [s for s in self.slots.values() if s.role is Role.SHARED and s.replica is not None]
+        others_are_up_to_date = all(s.version == self.latest for s in shared if s.pin is None)
         return any(
-            slot.role is Role.SHARED and self.target_version(slot) >= min_version
-            for slot in self.slots.values()
+            self._would_be_free(slot, min_version, others_are_up_to_date=others_are_up_to_date)
+            for slot in shared
+            if slot.pin is not None
         )
+
+    def _would_be_free(self, slot: Slot, min_version: int, *, others_are_up_to_date: bool) -> bool:
+        """True if a rollout could have this pinned replica, were it not pinned."""
+        if slot.num_leases(Purpose.TRAINING) >= self._capacity:
+            return False
+        may_stay = self._partial_rollout or slot.version == self.latest
+        is_loading = slot.updating_to is not None and slot.updating_to > slot.version
+        if slot.version >= max(min_version, 0) and may_stay:
+            return self._partial_rollout or not is_loading
+        # It would have taken the newest version by the time the others have it, not before.
+        return others_are_up_to_date and not is_loading
 
     def busy_with(self) -> list[str]:
         """Who could make a replica free: the holders of leases and pins, replicas that start."""

@@ -2,7 +2,8 @@
 
 One loop asks all replicas for their counters. A replica that has work and whose counters stand
 still, or that does not answer, for `health.replica_stall_s` is reported lost: its loop kills and
-replaces it, and its rollouts run again elsewhere.
+replaces it, and its rollouts run again elsewhere. While it loads weights it need not sample nor
+answer: that has a limit of its own, `health.sync_timeout_s`.
 """
 
 import asyncio
@@ -20,10 +21,11 @@ _CHECKS_PER_LIMIT = 4
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """What a replica's counters were when they last moved, and when that was."""
+    """What a replica's counters were when they last moved or it had no work, and when that was."""
 
     incarnation: int
     tokens: int
+    had_work: bool
     moved_s: float
 
 
@@ -60,7 +62,7 @@ class ReplicaHealth:
 
     async def _check(self, slot: Slot, replica: Replica, interval_s: float) -> None:
         incarnation = slot.incarnation
-        is_wanted = bool(slot.leases) or slot.updating_to is not None
+        is_wanted, is_loading = bool(slot.leases), slot.updating_to is not None
         stats = await self._ask(replica, interval_s)
         if slot.incarnation != incarnation or slot.replica is None:
             return
@@ -70,11 +72,15 @@ class ReplicaHealth:
         # Its own word on whether it has work, if it gives any: the rollouts that hold its leases
         # may wait in their environments, or their worker may be gone.
         had_work = is_wanted if stats is None else stats.num_running + stats.num_waiting > 0
+        had_work = had_work and not is_loading and slot.updating_to is None
         moved = tokens is not None and (seen is None or tokens != seen.tokens)
-        if seen is None or seen.incarnation != incarnation or moved or not had_work:
+        # Its work may have come just before this look: it has the whole limit from here on.
+        is_new = seen is None or seen.incarnation != incarnation or not seen.had_work
+        if seen is None or is_new or moved or not had_work:
             self._seen[slot.replica_id] = _Seen(
                 incarnation=incarnation,
                 tokens=-1 if tokens is None else tokens,
+                had_work=had_work,
                 moved_s=now_s,
             )
         elif now_s - seen.moved_s >= self._limit_s:
@@ -93,10 +99,8 @@ class ReplicaHealth:
             return None
 
     def _report(self, slot: Slot, since_s: float, *, answers: bool) -> None:
-        doing = f"it had {len(slot.leases)} groups to run"
-        if slot.updating_to is not None:
-            doing = f"{doing} and version {slot.updating_to} to load"
-        reason = f"no token for {since_s:.0f} s while {doing}{'' if answers else ', and no answer'}"
+        doing = f"it had {len(slot.leases)} groups to run{'' if answers else ', and no answer'}"
+        reason = f"no token for {since_s:.0f} s while {doing}"
         self._recorder.event("replica_stalled", replica=slot.replica_id, reason=reason)
         gone = self._pool.down(slot.replica_id, slot.incarnation)
         if gone is not None:

@@ -79,6 +79,7 @@ class ReplicaLoop:
             ),
         ):
             await replica.start()
+        self._restarts.came_up(self.name)
         self._pool.up(self._replica_id, replica)
         self._recorder.event("replica_up", replica=self._replica_id)
 

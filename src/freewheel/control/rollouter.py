@@ -7,7 +7,8 @@ replica, runs the members, tries again what may be tried again, and closes or re
 import asyncio
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from freewheel.config.sections import Config
 from freewheel.control.feed import Feed
@@ -39,6 +40,7 @@ class Admission:
         steps = config.trainer.total_training_steps
         self._total_groups = None if steps is None else steps * config.groups_per_step
         self._holders: list[str] = []
+        self._returning: dict[int, int] = {}
 
     def hold(self, holder: str) -> None:
         """Admit nothing until this holder releases: an exclusive validation, a stop."""
@@ -70,14 +72,21 @@ class Admission:
             return None
         return self._pool.try_lease_training(holder, min_version=required)
 
+    @contextmanager
+    def returning(self, group: Group) -> Iterator[None]:
+        """For the length of the block an open group waits for a replica to go on with."""
+        self._returning[group.group_id] = group.start_version
+        try:
+            yield
+        finally:
+            del self._returning[group.group_id]
+
     def is_blocked_by_pins(self) -> bool:
-        """True if another group could start but for replicas that a validation keeps back."""
-        if self._is_enough():
-            return False
-        if self.held:
+        """True if a group could start or go on, but for replicas that a validation keeps back."""
+        if any(map(self._pool.pins_keep_back, self._returning.values())):
             return True
-        required = self.required_version()
-        return required is not None and not self._pool.serves_training(required)
+        required = None if self._is_enough() else self.required_version()
+        return required is not None and (self.held or self._pool.pins_keep_back(required))
 
     def _is_enough(self) -> bool:
         started = self._ledger.num_trained_groups + len(self._ledger.open)
@@ -220,8 +229,11 @@ class Rollouter:
 
     async def _lease_again(self, group: Group) -> Lease:
         name = f"group-{group.group_id}"
-        with self._waits.waiting(
-            name, "a replica", held_by=self._pool.busy_with, note=self._pool.describe
+        with (
+            self._admission.returning(group),
+            self._waits.waiting(
+                name, "a replica", held_by=self._pool.busy_with, note=self._pool.describe
+            ),
         ):
             return await self._pool.changed.until(
                 lambda: self._pool.try_lease_training(name, min_version=group.start_version)

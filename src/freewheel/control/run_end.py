@@ -1,6 +1,6 @@
 """How a run ended: status, exit code, cause, and the numbers for `summary.json`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from freewheel.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, FreewheelError
@@ -43,6 +43,15 @@ def make_run_end(
         status, cause, exit_code = "completed", "", 0
     summary = {"status": status, "exit_code": exit_code, "cause": cause, **numbers}
     return RunEnd(status=status, exit_code=exit_code, cause=cause, summary=summary, error=error)
+
+
+def with_error(end: RunEnd, error: BaseException) -> RunEnd:
+    """The same end, but that it failed, if it did not before."""
+    if end.error is not None:
+        return end
+    cause, code = f"{type(error).__name__}: {error}", exit_code_of(error)
+    summary = {**end.summary, "status": "failed", "exit_code": code, "cause": cause}
+    return replace(end, status="failed", exit_code=code, cause=cause, summary=summary, error=error)
 
 
 def exit_code_of(error: BaseException) -> int:

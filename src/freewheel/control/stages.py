@@ -1,7 +1,9 @@
 """The stages that the watchdog covers, and what counts as work and as progress in each.
 
 A stage's limit is that of its own deadlines plus a grace: the deadlines act first, and the watchdog
-catches what they missed.
+catches what they missed. For each stage must hold, whatever the settings: while it has work, some
+deadline within the limit either moves its progress, or ends its work, or ends the run. So a stage
+that waits for another one has no work: what it waits for is that one's.
 """
 
 from collections.abc import Callable
@@ -9,14 +11,15 @@ from collections.abc import Callable
 from freewheel.config.sections import Config
 from freewheel.control.checkpointing import Checkpointer
 from freewheel.control.ledger import Ledger
-from freewheel.control.pool import NO_VERSION, Pool
-from freewheel.control.rollouter import Rollouter
+from freewheel.control.pool import Pool
+from freewheel.control.restarts import Restarts
 from freewheel.control.train_loop import TrainLoop
 from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.validation import Validator
 from freewheel.control.watchdog import Stage
 from freewheel.control.weight_store import WeightStore
 from freewheel.control.worker_pool import WorkerPool
+from freewheel.types import Purpose
 
 
 def make_stages(
@@ -26,7 +29,7 @@ def make_stages(
     pool: Pool,
     store: WeightStore,
     workers: WorkerPool,
-    rollouter: Rollouter,
+    restarts: Restarts,
     train: TrainLoop,
     trainer: TrainerKeeper,
     validator: Validator,
@@ -38,7 +41,8 @@ def make_stages(
 
     def processes() -> object:
         replicas = tuple(slot.incarnation for slot in pool.slots.values())
-        return replicas, workers.num_started
+        # Each loss counts, too: the replacement has the whole start-up limit again.
+        return replicas, workers.num_started, restarts.count
 
     def versions() -> object:
         return pool.latest, tuple((s.version, s.updating_to) for s in pool.slots.values())
@@ -55,21 +59,32 @@ def make_stages(
             ledger.num_moves,
             train.state.step,
             trainer.num_moves,
+            train.is_training,
             len(checkpointer.saved_steps),
+            checkpointer.num_copies,
         )
 
     def is_syncing() -> bool:
         loading = any(s.updating_to is not None for s in pool.slots.values())
         return loading or any(pool.due_update(i) is not None for i in pool.slots)
 
-    def serves() -> bool:
-        return any(slot.version != NO_VERSION for slot in pool.slots.values())
+    def is_rolling_out() -> bool:
+        # Not the groups under way: those that wait for a replica (an exclusive validation has them
+        # all, or the lost ones are starting) or for a rollout worker wait for another stage.
+        return pool.num_leases(Purpose.TRAINING) > 0 and workers.num_serving > 0
+
+    def is_validating() -> bool:
+        # Not while an exclusive one waits for rollouts: they are the rollout stage's. Nor while one
+        # that a resume takes up waits for its replicas to start.
+        run = validator.current
+        return run is not None and not (run.is_draining or run.is_rejoining)
 
     return [
         Stage(
             name="start-up",
-            limit_s=health.startup_timeout_s + grace_s,
-            setting="health.startup_timeout_s",
+            # The trainer starts, then publishes.
+            limit_s=health.startup_timeout_s + health.sync_timeout_s + grace_s,
+            setting="health.startup_timeout_s + health.sync_timeout_s",
             has_work=lambda: store.latest is None or workers.datasets is None,
             progress=processes,
         ),
@@ -77,7 +92,7 @@ def make_stages(
             name="rollout",
             limit_s=config.rollout.timeout_s + health.grace_s + grace_s,
             setting="rollout.timeout_s",
-            has_work=lambda: rollouter.num_running > 0 and serves(),
+            has_work=is_rolling_out,
             progress=lambda: (ledger.num_moves, processes()),
             recover=workers.replace_all,
         ),
@@ -106,20 +121,21 @@ def make_stages(
             name="validation",
             limit_s=config.validation.timeout_s + grace_s,
             setting="validation.timeout_s",
-            has_work=lambda: validator.current is not None,
+            has_work=is_validating,
             progress=validation,
             recover=workers.replace_all,
         ),
         Stage(
             name="checkpoint",
-            limit_s=health.checkpoint_timeout_s + grace_s,
-            setting="health.checkpoint_timeout_s",
+            # A copy, then its writing.
+            limit_s=2 * health.checkpoint_timeout_s + grace_s,
+            setting="2 * health.checkpoint_timeout_s",
             has_work=lambda: checkpointer.num_copies > 0 and not trainer.is_replacing,
             progress=lambda: len(checkpointer.saved_steps),
         ),
         Stage(
             name="the run",
-            limit_s=health.stall_timeout_s,
+            limit_s=config.stall_timeout_s,
             setting="health.stall_timeout_s",
             has_work=lambda: not is_ending(),
             progress=everything,

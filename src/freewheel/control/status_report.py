@@ -77,6 +77,8 @@ class StatusReport:
             validation=self._running_validation(),
             last_validation=_scored(self._validator.last_row),
             last_checkpoint=max(self._checkpointer.saved_steps, default=None),
+            num_dropped_prompts=self._ledger.num_dropped,
+            dropped_prompts=tuple(self._ledger.dropped),
             trainer_waits_for=train_waits[0] if train_waits else None,
             waits=tuple(waits),
             wall_s=now_s,
@@ -113,13 +115,16 @@ class StatusReport:
 
 
 def _scored(row: dict[str, Any] | None) -> ScoredValidation | None:
-    if row is None or row["score"] is None:
+    if row is None:
         return None
     return ScoredValidation(
         step=row["step"],
         version=row["policy_version"],
         score=row["score"],
         ci95=None if row["ci95"] is None else tuple(row["ci95"]),
+        num_done=row["n_done"],
+        num_total=row["n_total"],
+        partial=row["reason"],
     )
 
 

@@ -21,7 +21,7 @@ from freewheel.control.waits import WaitTable
 from freewheel.control.weight_store import WeightStore
 from freewheel.errors import InvariantError, TrajectoriesLostError
 from freewheel.protocols import Recorder
-from freewheel.types import TrainRequest, TrainResult
+from freewheel.types import TrainRequest, TrainResult, Weights
 
 
 class Cuts(Protocol):
@@ -97,6 +97,7 @@ class TrainLoop:
         self._run_time_s = run_time_s
         self._cut_step = -1
         self._step_began_s = 0.0
+        self._busy_before_s = 0.0
         self._timing_s: dict[str, float] = {}
 
     # -- beginnings ---------------------------------------------------------------------------
@@ -295,11 +296,18 @@ class TrainLoop:
         total = self._config.trainer.total_training_steps
         return total is not None and self.state.step >= total
 
+    async def take_back(self, version: int) -> None:
+        """Fetch a version that a checkpoint carries for a validation. Before the first publication.
+
+        Replicas get it when the validation pins them; for rollouts it is never the newest.
+        """
+        weights = await self._fetch(version, restored=True)
+        self._store.add_held(weights)
+        self._recorder.event("weights_taken_back", version=version, num_bytes=weights.num_bytes)
+
     async def publish(self, version: int, *, restored: bool = False) -> None:
         """Publish the trainer's weights under a version; or the one that a checkpoint carries."""
-        publish = self._trainer.publish_restored if restored else self._trainer.publish
-        with self._booked("sync"), self._timed("param_sync"):
-            weights = await publish(version)
+        weights = await self._fetch(version, restored=restored)
         if not restored:
             self.state.version = version
             self.state.steps_since_publish = 0
@@ -309,16 +317,23 @@ class TrainLoop:
         self._pool.published(version)
         self._recorder.event("weights_published", version=version, num_bytes=weights.num_bytes)
 
+    async def _fetch(self, version: int, *, restored: bool) -> Weights:
+        publish = self._trainer.publish_restored if restored else self._trainer.publish
+        with self._booked("sync"), self._timed("param_sync"):
+            return await publish(version)
+
     # -- records ------------------------------------------------------------------------------
 
     def _record(self, groups: Sequence[Group], result: TrainResult) -> None:
         now_s = self._now_s()
-        timing_s, self._timing_s = {**self._timing_s, "step": now_s - self._step_began_s}, {}
+        step_s = now_s - self._step_began_s
+        timing_s, self._timing_s = {**self._timing_s, "step": step_s}, {}
         self._step_began_s = now_s
         row: dict[str, Any] = {
             **group_metrics(groups, version=self.state.version),
             **result.metrics,
             **{f"timing_s/{name}": round(value, 6) for name, value in timing_s.items()},
+            "fully_async/rollouter/idle_ratio": self._idle_ratio(step_s),
             "fully_async/count/groups_ready": self._ledger.num_ready,
             "fully_async/count/groups_running": self._rollouter.num_running,
         }
@@ -329,6 +344,12 @@ class TrainLoop:
             "time_s": round(self._run_time_s(), 6),
         }
         self._recorder.metrics({**place, **row})
+
+    def _idle_ratio(self, step_s: float) -> float:
+        """Share of the time since the row before in which a shared replica had no work."""
+        busy_s, self._busy_before_s = self._pool.busy_s() - self._busy_before_s, self._pool.busy_s()
+        total_s = step_s * self._config.rollout.replicas
+        return round(min(1.0, max(0.0, 1 - busy_s / total_s)), 6) if total_s else 0.0
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -103,7 +103,7 @@ class TrainerKeeper:
         self._saved_folder: Path | None = None
         self._num_lost: Counter[str] = Counter()
         self._copies: set[int] = set()
-        self._carried: dict[int, int] = {}
+        self._carried: dict[int, set[int]] = {}
         self._published: _Published | None = None
         self._step = 0
 
@@ -140,11 +140,11 @@ class TrainerKeeper:
         return weights
 
     async def publish_restored(self, version: int) -> Weights:
-        """Publish again the version that the checkpoint carries beside the trainer's weights."""
+        """Publish again a version that the checkpoint carries beside the trainer's weights."""
         call = self._publication(version, "train")
         weights = await self._answer(call, lambda t: t.publish_restored(version))
         self._published = _Published(version=version, step=-1)
-        self._carried[self._saved_step] = version
+        self._carried.setdefault(self._saved_step, set()).add(version)
         return weights
 
     async def copy_state(self, step: int) -> None:
@@ -153,11 +153,10 @@ class TrainerKeeper:
         self._copies.add(step)
 
     async def write_state(
-        self, step: int, folder: Path, trajectories: Sequence[Ref], published: Weights | None
+        self, step: int, folder: Path, trajectories: Sequence[Ref], held: Sequence[Weights]
     ) -> None:
         """Write the copy of a step. The limit is its own: a replacement does not count into it."""
-        if published is not None:
-            self._carried[step] = published.version
+        self._carried[step] = {weights.version for weights in held}
         limit_s = self._health.checkpoint_timeout_s
         text = f"checkpoint of step {step}: not written within {limit_s:g} s"
         overdue = CheckpointError(
@@ -169,7 +168,7 @@ class TrainerKeeper:
         try:
             await self._answer(
                 call,
-                lambda t: t.write_state(step, folder, trajectories, published),
+                lambda t: t.write_state(step, folder, trajectories, held),
                 may_be_overdue=0,
             )
         finally:
@@ -182,7 +181,7 @@ class TrainerKeeper:
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint is whole: a lost trainer starts from it."""
         self._saved_step, self._saved_folder = step, folder
-        self._carried = {s: version for s, version in self._carried.items() if s >= step}
+        self._carried = {s: held for s, held in self._carried.items() if s >= step}
         while self._journal and self._journal[0].step <= step:
             self._forget_oldest()
 
@@ -270,14 +269,18 @@ class TrainerKeeper:
             timeout_s=call.limit_s,
             otherwise=lambda: OverdueError(call.overdue),
         )
+        async with limited:
+            return await self._counting(call.what, ask(trainer))
+
+    async def _counting(self, what: str, answer: Awaitable[T]) -> T:
+        """Await an answer, and count the trainers that are lost over it in a row."""
         try:
-            async with limited:
-                answer = await ask(trainer)
+            result = await answer
         except TrainerLostError:
-            self._num_lost[call.what] += 1
+            self._num_lost[what] += 1
             raise
-        self._num_lost.pop(call.what, None)
-        return answer
+        self._num_lost.pop(what, None)
+        return result
 
     # -- replacement --------------------------------------------------------------------------
 
@@ -321,7 +324,8 @@ class TrainerKeeper:
         """Start from the newest checkpoint, train again on what came since."""
         began_s = asyncio.get_running_loop().time()
         await self._start(self._saved_folder, waiter=waiter)
-        if self._published and self._carried.get(self._saved_step) == self._published.version:
+        carried = self._carried.get(self._saved_step, set[int]())
+        if self._published and self._published.version in carried:
             await self._republish(waiter, restored=True)
         await self._catch_up(self._saved_step, waiter)
         for request in list(self._journal):
@@ -347,7 +351,8 @@ class TrainerKeeper:
                 f"{because(trainer.waiting_for)}"
             ),
         ):
-            info = await trainer.start(checkpoint)
+            info = await self._counting("start", trainer.start(checkpoint))
+        self._restarts.came_up("trainer")
         self._recorder.event("trainer_up", **asdict(info))
         self.num_moves += 1
         return info

@@ -7,7 +7,7 @@ recorded. The version to score is held in the weight store from the request on.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from freewheel.config.sections import Config
@@ -20,16 +20,20 @@ from freewheel.control.weight_store import WeightStore
 from freewheel.control.worker_pool import WorkerPool
 from freewheel.errors import InvariantError
 from freewheel.protocols import Recorder
-from freewheel.types import Split
+from freewheel.types import DatasetInfo, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """A validation that is due: of which step, of which version, since when (run time)."""
+    """A validation that is due: of which step, of which version, since when (run time).
+
+    `progress` is what a checkpoint says of one that ran when it was taken: `ValidationRun.state()`.
+    """
 
     step: int
     version: int
     requested_s: float
+    progress: dict[str, Any] | None = None
 
 
 class Validator:
@@ -79,7 +83,16 @@ class Validator:
         if self._last_requested_s is not None:
             self._interval_s = now_s - self._last_requested_s
         self._last_requested_s = now_s
-        due = Due(step=step, version=version, requested_s=now_s)
+        if self._queue_up(Due(step=step, version=version, requested_s=now_s)):
+            self._recorder.event("validation_requested", step=step, version=version)
+
+    def take_up(self, due: Due) -> None:
+        """Queue what a checkpoint says was running or queued; its version must be held."""
+        if self._queue_up(due):
+            self._recorder.event("validation_taken_up", step=due.step, version=due.version)
+
+    def _queue_up(self, due: Due) -> bool:
+        """Queue it and hold its version; False: skipped, as no more may wait."""
         room = self._config.validation.max_queued + int(not self.running)
         if len(self._queue) >= room:
             busy = self._current_due or self._queue[0]
@@ -88,11 +101,11 @@ class Validator:
                 f"the validation of step {busy.step} still runs and {len(self._queue)} more wait "
                 f"(validation.max_queued={self._config.validation.max_queued})",
             )
-            return
-        self._store.hold(version)
+            return False
+        self._store.hold(due.version)
         self._queue.append(due)
-        self._recorder.event("validation_requested", step=step, version=version)
         self._changed.notify()
+        return True
 
     def give_up(self, version: int, reason: str) -> None:
         """End the validation of a version whose weights are nowhere any more, with what it has."""
@@ -139,15 +152,19 @@ class Validator:
         try:
             while True:
                 await self._changed.until(lambda: self._queue or None)
-                await self._run_next()
+                # Still in the queue meanwhile, so that whatever ends the run leaves its row.
+                info = await self._workers.dataset(Split.VALIDATION, "validate")
+                if info is None:
+                    raise InvariantError("a validation is due but there are no held-out prompts")
+                await self._run_next(info)
         finally:
             for due in self._queue:
                 self.skip(due, "the run ended before it could start")
 
-    async def _run_next(self) -> None:
+    async def _run_next(self, data: DatasetInfo) -> None:
         due = self._current_due = self._queue.popleft()
         try:
-            await self._run_one(due)
+            await self._run_one(due, data)
         finally:
             self._store.release(due.version)
             self._current_due = self.current = None
@@ -162,15 +179,12 @@ class Validator:
                 lambda: True if is_stopped() or not (self.running or self._queue) else None
             )
 
-    async def _run_one(self, due: Due) -> None:
-        info = await self._workers.dataset(Split.VALIDATION, "validate")
-        if info is None:
-            raise InvariantError("a validation is due but there are no held-out prompts")
+    async def _run_one(self, due: Due, data: DatasetInfo) -> None:
         run = ValidationRun(
             self._config,
             step=due.step,
             version=due.version,
-            num_prompts=info.num_prompts,
+            data=data,
             placement=self._placement(),
             pool=self._pool,
             runner=self._runner,
@@ -179,6 +193,8 @@ class Validator:
             recorder=self._recorder,
             now_s=self._now_s,
         )
+        if due.progress is not None and not run.restore(due.progress):
+            self._recorder.event("validation_restarted", step=due.step, reason="other trials now")
         self.current = run
         try:
             await run.run()
@@ -220,4 +236,14 @@ class Validator:
     def state(self) -> list[dict[str, Any]]:
         """Validations that run or wait; a checkpoint keeps them."""
         current = [] if self._current_due is None else [self._current_due]
-        return [asdict(due) for due in [*current, *self._queue]]
+        if current and self.current is not None:
+            current = [replace(current[0], progress=self.current.state())]
+        return [
+            {
+                "step": due.step,
+                "version": due.version,
+                "requested_s": due.requested_s,
+                "progress": due.progress,
+            }
+            for due in [*current, *self._queue]
+        ]

@@ -8,18 +8,20 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 from freewheel.config.sections import Config
 from freewheel.control.group_runner import GroupRunner
+from freewheel.control.ledger import restore_outcome
 from freewheel.control.pool import Lease, Pin, Pool, Role
 from freewheel.control.rollouter import Admission, derive_seed
 from freewheel.control.validation_score import score_trials
 from freewheel.control.waits import WaitTable
 from freewheel.errors import FailureClass
 from freewheel.protocols import Recorder
-from freewheel.types import Member, Purpose, RolloutOutcome, SamplingParams, Split
+from freewheel.types import DatasetInfo, Member, Purpose, RolloutOutcome, SamplingParams, Split
 
 Status = Literal["complete", "partial"]
 
@@ -50,7 +52,7 @@ class ValidationRun:
         *,
         step: int,
         version: int,
-        num_prompts: int,
+        data: DatasetInfo,
         placement: Placement,
         pool: Pool,
         runner: GroupRunner,
@@ -61,12 +63,15 @@ class ValidationRun:
     ) -> None:
         self.step = step
         self.version = version
-        self.num_total = num_prompts * config.validation.n
+        self.num_total = data.num_prompts * config.validation.n
         self.replica_s = 0.0
         self.status: Status = "partial"
+        self.is_draining = False
+        self.is_rejoining = False
         self._reason = "the run ended"
         self._given_up = ""
         self._config = config
+        self._data = data
         self._placement = placement
         self._pool = pool
         self._runner = runner
@@ -79,36 +84,41 @@ class ValidationRun:
         self._pin = Pin(
             name=self._name,
             version=version,
-            num_pending=num_prompts,
+            num_pending=data.num_prompts,
             exclusive=placement.mode == "exclusive",
         )
         self._pending: deque[list[Trial]] = deque(
             [Trial(prompt_index=i, number=k) for k in range(config.validation.n)]
-            for i in range(num_prompts)
+            for i in range(data.num_prompts)
         )
         self._running: set[int] = set()
         self.num_moves = 0
-        self._done: dict[int, list[RolloutOutcome]] = {}
-        self._failed: Counter[FailureClass] = Counter()
+        self._done: dict[tuple[int, int], RolloutOutcome] = {}
+        self._failed: dict[tuple[int, int], FailureClass] = {}
         self._failed_attempts: Counter[tuple[int, int, FailureClass]] = Counter()
-        self._versions: Counter[int] = Counter()
         self._num_timed_out_at_end = 0
         self._pinned_since_s: dict[int, float] = {}
+        self._elapsed_s = 0.0
+        self._clock_began_s: float | None = None
 
     @property
     def num_done(self) -> int:
         """Trials that completed."""
-        return sum(map(len, self._done.values()))
+        return len(self._done)
 
     async def run(self) -> None:
         """Run all trials, or as many as the deadline allows."""
         limit_s = self._config.validation.timeout_s
         try:
             # The drain of an exclusive validation is not in its limit: each rollout has its own.
-            async with self._pinned(), asyncio.timeout(limit_s):
-                await self._run_trials()
+            async with self._pinned():
+                if self.is_rejoining:
+                    await self._await_replica()
+                self._clock_began_s = self._now_s()
+                async with asyncio.timeout(limit_s - self._elapsed_s):
+                    await self._run_trials()
         except TimeoutError:
-            self._num_timed_out_at_end = self.num_total - self.num_done - self._num_failed
+            self._num_timed_out_at_end = self.num_total - self.num_done - len(self._failed)
             self._reason = f"not done within {limit_s:g} s (validation.timeout_s)"
             self._recorder.event("validation_timeout", step=self.step, waits=self._waits.describe())
             return
@@ -125,7 +135,7 @@ class ValidationRun:
         self._pool.changed.notify()
 
     def _set_status(self) -> None:
-        missing = {str(failure): num for failure, num in sorted(self._failed.items())}
+        missing = {str(failure): num for failure, num in sorted(self._num_failed().items())}
         self.status = "partial" if missing else "complete"
         self._reason = f"trials without a score: {missing}" if missing else ""
 
@@ -149,12 +159,14 @@ class ValidationRun:
 
     async def _drain_rollouts(self) -> None:
         """Wait until no rollout runs; each has a deadline of its own."""
+        self.is_draining = True
         with self._waits.waiting(
             self._name, "rollouts to drain", held_by=self._pool.busy_with, note=self._pool.describe
         ):
             await self._pool.changed.until(
                 lambda: True if self._pool.num_leases(Purpose.TRAINING) == 0 else None
             )
+        self.is_draining = False
 
     def _pin_replicas(self, count: int) -> None:
         if self._placement.mode == "dedicated":
@@ -180,6 +192,24 @@ class ValidationRun:
             for replica_id in self._pool.idle_pinned(self._pin):
                 self._unpin(replica_id)
 
+    async def _await_replica(self) -> None:
+        """Until a replica has the version: the start of a resumed run's processes is not its time.
+
+        Starting and loading have deadlines of their own.
+        """
+        with self._waits.waiting(
+            self._name,
+            f"a replica at version {self.version}",
+            held_by=self._pool.busy_with,
+            note=self._pool.describe,
+        ):
+            await self._pool.changed.until(self._is_placed)
+        self.is_rejoining = False
+
+    def _is_placed(self) -> Literal[True] | None:
+        self._keep_pinned()
+        return True if not self._pending or self._pool.is_held(self._pin) else None
+
     # -- trials -------------------------------------------------------------------------------
 
     async def _run_trials(self) -> None:
@@ -199,6 +229,17 @@ class ValidationRun:
                 self._running.add(group[0].prompt_index)
                 trials.create_task(self._run_group(lease, group), name=lease.holder)
 
+    def _keep_pinned(self) -> None:
+        """Pin another replica where none is left, or none that lives."""
+        if not self._pin.replica_ids:
+            self._pin_replicas(1)
+        elif self._placement.mode == "parallel":
+            dead = set(self._pin.replica_ids)
+            if chosen := self._pool.replace_dead(self._pin):
+                for replica_id in dead:
+                    del self._pinned_since_s[replica_id]
+                self._note_pinned(chosen)
+
     def _holders(self) -> list[str]:
         """Who keeps it from its next slot: its own trials, rollouts, replicas that load."""
         others = [name for name in self._pool.busy_with() if name != self._name]
@@ -209,14 +250,7 @@ class ValidationRun:
         if not self._pending:
             self._return_idle_replicas()
             return None if self._running else "done"
-        if not self._pin.replica_ids:
-            self._pin_replicas(1)
-        elif self._placement.mode == "parallel":
-            dead = set(self._pin.replica_ids)
-            if chosen := self._pool.replace_dead(self._pin):
-                for replica_id in dead:
-                    del self._pinned_since_s[replica_id]
-                self._note_pinned(chosen)
+        self._keep_pinned()
         holder = f"{self._name}-prompt-{self._pending[0][0].prompt_index}"
         return self._pool.try_lease_validation(holder, self._pin)
 
@@ -267,14 +301,13 @@ class ValidationRun:
                 version_spans=outcome.version_spans,
             )
         if failure is None:
-            self._done.setdefault(trial.prompt_index, []).append(outcome)
-            self._versions[self.version] += 1
+            self._done[trial.prompt_index, trial.number] = outcome
             return False
         key = (trial.prompt_index, trial.number, failure)
         self._failed_attempts[key] += 1
         if self._failed_attempts[key] <= self._config.rollout.retries.get(failure, 0):
             return True
-        self._failed[failure] += 1
+        self._failed[trial.prompt_index, trial.number] = failure
         return False
 
     def _sample_id(self, trial: Trial) -> str:
@@ -291,20 +324,82 @@ class ValidationRun:
             stop_token_ids=rollout.stop_token_ids,
         )
 
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: trials that ended, attempts that failed, time that is used."""
+        now_s = self._now_s()
+        running_s = 0.0 if self._clock_began_s is None else now_s - self._clock_began_s
+        return {
+            "trials": self._identity(),
+            "started_s": self._started_s,
+            "elapsed_s": self._elapsed_s + running_s,
+            "replica_s": self.replica_s + sum(now_s - t for t in self._pinned_since_s.values()),
+            "done": [[*key, asdict(outcome)] for key, outcome in sorted(self._done.items())],
+            "failed": [[*key, failure] for key, failure in sorted(self._failed.items())],
+            "failed_attempts": [[*key, num] for key, num in sorted(self._failed_attempts.items())],
+        }
+
+    def restore(self, state: dict[str, Any]) -> bool:
+        """Go on from `state()` with the trials that are missing. Before `run`.
+
+        A trial that was under way runs again as the same attempt: its first run left no outcome.
+
+        Returns:
+            False, with nothing changed, if the trials are others now (data, number, sampling).
+        """
+        if state["trials"] != self._identity():
+            return False
+        self.is_rejoining = True
+        self._started_s, self._elapsed_s = state["started_s"], state["elapsed_s"]
+        self.replica_s = state["replica_s"]
+        self._done = {(i, k): restore_outcome(row) for i, k, row in state["done"]}
+        self._failed = {(i, k): FailureClass(failure) for i, k, failure in state["failed"]}
+        self._failed_attempts = Counter(
+            {(i, k, FailureClass(failure)): num for i, k, failure, num in state["failed_attempts"]}
+        )
+        self._pending = deque(filter(None, map(self._unfinished, self._pending)))
+        self._pin.num_pending = len(self._pending)
+        return True
+
+    def _unfinished(self, group: list[Trial]) -> list[Trial]:
+        """The trials of a prompt that have not ended, each as the attempt that is its turn."""
+        attempts: Counter[tuple[int, int]] = Counter()
+        for (index, number, _), num in self._failed_attempts.items():
+            attempts[index, number] += num
+        ended = self._done.keys() | self._failed.keys()
+        return [
+            replace(trial, attempt=1 + attempts[trial.prompt_index, trial.number])
+            for trial in group
+            if (trial.prompt_index, trial.number) not in ended
+        ]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for trials of two lives to be those of one validation."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "fingerprint": self._data.fingerprint,
+            "num_prompts": self._data.num_prompts,
+            "n": self._config.validation.n,
+            "sampling": repr(self._sampling()),
+            "seed": self._config.trainer.seed,
+        }
+
     # -- result -------------------------------------------------------------------------------
 
-    @property
-    def _num_failed(self) -> int:
-        return sum(self._failed.values())
+    def _num_failed(self) -> Counter[FailureClass]:
+        return Counter(self._failed.values())
 
     def row(self) -> dict[str, Any]:
         """The validation's line in `validations.jsonl`."""
         n = self._config.validation.n
-        score = score_trials(self._done, num_total=self.num_total, trials_per_prompt=n)
-        num_timeout = self._failed[FailureClass.TIMEOUT] + self._num_timed_out_at_end
+        score = score_trials(self._by_prompt(), num_total=self.num_total, trials_per_prompt=n)
+        num_failed = self._num_failed()
+        num_timeout = num_failed[FailureClass.TIMEOUT] + self._num_timed_out_at_end
         failed = {
             failure.value: num
-            for failure, num in sorted(self._failed.items())
+            for failure, num in sorted(num_failed.items())
             if failure is not FailureClass.TIMEOUT and num
         }
         num_rest = self.num_total - self.num_done - num_timeout - sum(failed.values())
@@ -325,8 +420,18 @@ class ValidationRun:
             "metrics": score.metrics,
             "started_s": round(self._started_s, 6),
             "ended_s": round(self._now_s(), 6),
-            "response_versions": {str(v): num for v, num in sorted(self._versions.items())},
+            "response_versions": {str(v): num for v, num in sorted(self._versions().items())},
         }
+
+    def _by_prompt(self) -> dict[int, list[RolloutOutcome]]:
+        outcomes: dict[int, list[RolloutOutcome]] = {}
+        for (index, _), outcome in sorted(self._done.items(), key=itemgetter(0)):
+            outcomes.setdefault(index, []).append(outcome)
+        return outcomes
+
+    def _versions(self) -> Counter[int]:
+        """Responses by the version that every token of theirs was sampled under."""
+        return Counter(outcome.min_version for outcome in self._done.values())
 
     def describe(self) -> str:
         """Progress in one line."""

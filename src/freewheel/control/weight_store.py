@@ -33,6 +33,20 @@ class WeightStore:
         self._latest = weights
         self._drop_unneeded()
 
+    def add_held(self, weights: Weights) -> None:
+        """Take back an older version that is held; the newest one stays what it is."""
+        if not self.is_held(weights.version):
+            raise InvariantError(f"version {weights.version} is taken back but nobody holds it")
+        self._weights[weights.version] = weights
+
+    def is_held(self, version: int) -> bool:
+        """True if someone needs this version, whether its weights are here or not."""
+        return self._holds[version] > 0
+
+    def has(self, version: int) -> bool:
+        """True if the weights of this version are kept."""
+        return version in self._weights
+
     def renew(self, weights: Weights) -> None:
         """Take new references to a version that is kept; the old ones may lead nowhere."""
         if weights.version in self._weights:

@@ -9,6 +9,8 @@ from freewheel.errors import DataError, RolloutWorkerLostError, StartupError
 from freewheel.protocols import Backend, Recorder, RolloutWorker
 from freewheel.types import DatasetInfo, Split
 
+_FILES = {Split.TRAIN: "data.train_files", Split.VALIDATION: "data.val_files"}
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerSlot:
@@ -64,6 +66,7 @@ class WorkerPool:
                 worker.kill()
 
     async def _serve_until_lost(self, slot: WorkerSlot, worker: RolloutWorker) -> None:
+        self._restarts.came_up(f"rollout-worker-{slot.worker_id}")
         slot.worker = worker
         slot.num_calls = 0
         self.num_started += 1
@@ -89,14 +92,20 @@ class WorkerPool:
 
     def _check_datasets(self, worker_id: int, datasets: dict[Split, DatasetInfo]) -> None:
         if self.datasets is None:
-            if datasets[Split.TRAIN].num_prompts < 1:
-                raise DataError("data.train_files holds no prompt")
+            for split, key in _FILES.items():
+                if split in datasets and datasets[split].num_prompts < 1:
+                    raise DataError(f"{key} holds no prompt")
             self.datasets = datasets
         elif datasets != self.datasets:
             raise DataError(
                 f"rollout worker {worker_id} reads other data than the first worker: "
                 f"{datasets}, not {self.datasets}"
             )
+
+    @property
+    def num_serving(self) -> int:
+        """Workers that take work now."""
+        return sum(slot.worker is not None for slot in self.slots)
 
     def report_lost(self, worker: RolloutWorker, reason: str) -> None:
         """Take a worker out of service; its loop replaces it. Late reports are ignored."""

@@ -2,12 +2,22 @@
 
 Cursor c is prompt number `c % num_prompts` of epoch `c // num_prompts`. The order of an epoch
 follows from seed and epoch alone, so nothing but the cursor has to be saved.
+
+The permutation is computed place by place, not as an array: ten million prompts would hold up the
+event loop for seconds at each epoch and fill the control plane's memory. It is a generalized
+Feistel network over pairs (l, r) with l < a = ceil(sqrt(n)) and r < b = ceil(n / a), n prompts; a
+place that lands at n or beyond is sent on until it lands below (cycle walking), which keeps it a
+bijection and is rare, as a * b - n < a. Source: Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", CT-RSA 2002.
 """
 
-import numpy as np
-import numpy.typing as npt
+import hashlib
+import math
 
 from freewheel.errors import DataError
+
+_ROUNDS = 12
+"""Even for a handful of prompts all orders are about equally likely, as a test checks."""
 
 
 class PromptOrder:
@@ -28,7 +38,8 @@ class PromptOrder:
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._permutations: dict[int, npt.NDArray[np.int64]] = {}
+        self._num_left = math.isqrt(num_prompts - 1) + 1
+        self._num_right = -(-num_prompts // self._num_left)
 
     @property
     def num_prompts(self) -> int:
@@ -46,33 +57,25 @@ class PromptOrder:
         """
         if cursor < 0:
             raise ValueError(f"cursor {cursor} is below 0")
-        epoch, position = divmod(cursor, self._num_prompts)
+        epoch, place = divmod(cursor, self._num_prompts)
         if not self._shuffle:
-            return epoch, position
-        return epoch, int(self._permutation(epoch)[position])
+            return epoch, place
+        key = f"{self._seed}/{epoch}/".encode()
+        place = self._scramble(place, key)
+        while place >= self._num_prompts:
+            place = self._scramble(place, key)
+        return epoch, place
 
-    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        if epoch not in self._permutations:
-            # Neighbours only: one epoch's end overlaps the next one's start; memory stays bounded.
-            self._permutations = {
-                kept: order for kept, order in self._permutations.items() if abs(kept - epoch) == 1
-            }
-            self._permutations[epoch] = _permute(self._num_prompts, self._seed, epoch)
-        return self._permutations[epoch]
+    def _scramble(self, place: int, key: bytes) -> int:
+        """One pass of the network; each round is undone by subtracting what it added."""
+        left, right = divmod(place, self._num_right)
+        for number in range(0, _ROUNDS, 2):
+            left = (left + _draw(key, number, right)) % self._num_left
+            right = (right + _draw(key, number + 1, left)) % self._num_right
+        return left * self._num_right + right
 
 
-def _permute(num_prompts: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """A permutation from raw bits.
-
-    numpy promises that the stream of a bit generator never changes, but not what
-    `Generator.permutation` makes of it: a resumed run must not depend on numpy's version. The index
-    in the low bits makes the keys unique, so that the order does not depend on the sort either.
-    """
-    bits = np.random.PCG64(np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF, epoch]))
-    keys = np.asarray(bits.random_raw(num_prompts), dtype=np.uint64)
-    low = np.uint64((1 << (num_prompts - 1).bit_length()) - 1)
-    keys &= ~low
-    keys |= np.arange(num_prompts, dtype=np.uint64)
-    keys.sort()
-    keys &= low
-    return keys.astype(np.int64)
+def _draw(key: bytes, number: int, half: int) -> int:
+    """64 bits from the key, the number of the round and the half that it leaves as it is."""
+    text = key + b"%d/%d" % (number, half)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

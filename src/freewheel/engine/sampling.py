@@ -13,10 +13,8 @@ import numpy.typing as npt
 import torch
 
 from freewheel.engine.request import Request
+from freewheel.sampling_filters import Filters
 from freewheel.types import SamplingParams
-
-_NUM_CANDIDATES = 1024
-"""Top-p looks at so many likeliest tokens first; sorting a whole vocabulary costs far more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,8 @@ def _draw(
         return top.indices, top.values - torch.logsumexp(logits_NV, dim=-1)
     if sampling.temperature != 1:
         logits_NV = logits_NV.div_(sampling.temperature)
-    logits_NV = _filter(logits_NV, sampling)
+    filters = Filters(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+    logits_NV = filters.apply_(logits_NV)
     probs_NV = torch.softmax(logits_NV, dim=-1)
     cumulative_NV = probs_NV.cumsum(dim=-1)
     # A draw has 24 bits, so that the product stays below the total: a token of probability 0 at
@@ -85,36 +84,6 @@ def _draw(
     tokens_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
     tokens_N1 = tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
     return tokens_N1.squeeze(1), probs_NV.gather(1, tokens_N1).log_().squeeze(1)
-
-
-def _filter(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Top-k, then top-p over what it leaves, then min-p: removed tokens become -inf."""
-    if 0 < sampling.top_k < logits_NV.shape[1]:
-        kth_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits_NV = logits_NV.masked_fill_(logits_NV < kth_N1, -torch.inf)
-    if sampling.top_p < 1:
-        logits_NV = _filter_top_p(logits_NV, sampling.top_p)
-    if sampling.min_p > 0:
-        floor_N1 = logits_NV.amax(dim=-1, keepdim=True) + float(np.log(sampling.min_p))
-        logits_NV = logits_NV.masked_fill_(logits_NV < floor_N1, -torch.inf)
-    return logits_NV
-
-
-def _filter_top_p(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the smallest set of likeliest tokens whose probability reaches `top_p`.
-
-    Source: Holtzman et al., The Curious Case of Neural Text Degeneration, section 3.1.
-    """
-    total_N1 = torch.logsumexp(logits_NV, dim=-1, keepdim=True)
-    count = min(_NUM_CANDIDATES, logits_NV.shape[1])
-    top_NK, index_NK = logits_NV.topk(count, dim=-1)
-    probs_NK = (top_NK - total_N1).exp()
-    if count < logits_NV.shape[1] and bool((probs_NK.sum(dim=-1) < top_p).any()):
-        top_NK, index_NK = logits_NV.sort(dim=-1, descending=True)
-        probs_NK = (top_NK - total_N1).exp()
-    before_NK = probs_NK.cumsum(dim=-1) - probs_NK
-    kept_NK = top_NK.masked_fill(before_NK >= top_p, -torch.inf)
-    return torch.full_like(logits_NV, -torch.inf).scatter_(1, index_NK, kept_NK)
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

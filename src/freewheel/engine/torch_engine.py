@@ -106,18 +106,14 @@ class TorchEngine:
         """
         limits, count = self._rollout, len(request.prompt_token_ids)
         name, sampling = f"request {request.request_id}", request.sampling
-        if count > limits.max_prompt_length:
+        # Only the whole counts: a later turn's prompt has the turns before it. The length of the
+        # conversation's own prompt is checked where it is rendered.
+        longest = limits.max_prompt_length + limits.max_response_length
+        if count + sampling.max_tokens > longest:
             raise RolloutError(
                 FailureClass.OVER_LONG_PROMPT,
-                f"{name}: {count} prompt tokens, at most {limits.max_prompt_length} "
-                "(rollout.max_prompt_length)",
-            )
-        total = count + sampling.max_tokens
-        if total > limits.max_prompt_length + limits.max_response_length:
-            raise RolloutError(
-                FailureClass.OVER_LONG_PROMPT,
-                f"{name}: prompt and max_tokens are {total} tokens, at most "
-                f"{limits.max_prompt_length + limits.max_response_length}",
+                f"{name}: {count} prompt tokens and max_tokens {sampling.max_tokens}, at most "
+                f"{longest} together (rollout.max_prompt_length + rollout.max_response_length)",
             )
         ids = request.prompt_token_ids
         if not count or ids.min() < 0 or ids.max() >= self._decoder.vocab_size:

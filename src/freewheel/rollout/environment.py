@@ -109,7 +109,9 @@ class Episode(_EpisodeFacts):
             messages: in the first turn, the prompt in place of the data's. Later, what the
                 environment adds before the policy speaks again: chat messages, or a text (one user
                 message under a chat template, plain text without). None: nothing.
-            **sampling: fields of `SamplingParams` in place of the configuration's, for this turn.
+            **sampling: fields of `SamplingParams` in place of the configuration's, for this turn. A
+                turn with another temperature, top_p, top_k or min_p is not trained on, as the
+                trainer's logprobs are under the configuration's.
 
         Raises:
             RolloutError: the prompt or an argument cannot be used, the engine failed, or the

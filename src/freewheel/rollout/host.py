@@ -25,6 +25,7 @@ from freewheel.types import (
     GenerationRequest,
     GroupRequest,
     Member,
+    Purpose,
     RolloutOutcome,
     SamplingParams,
     Trajectory,
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 _TIMER_S = 1e-3
 """How early a timer may fire."""
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 _ENGINE_FAULTS = (FailureClass.ENGINE, FailureClass.TIMEOUT)
 
 
@@ -71,6 +73,7 @@ class RolloutHost:
         self._deadline = deadline
         self._transcript = Transcript(max_response_tokens=request.sampling.max_tokens)
         self._num_turns = 0
+        self._began_s = self.loop.time()
         self._gen_s = 0.0
         self._reward_s = 0.0
         self._stages: list[tuple[str, float]] = []
@@ -187,6 +190,13 @@ class RolloutHost:
                 FailureClass.ENVIRONMENT,
                 f"environment {self._services.environment.name} returned before the policy spoke",
             )
+        if self.purpose is Purpose.TRAINING and not self._transcript.has_trained_tokens:
+            raise RolloutError(
+                FailureClass.ENVIRONMENT,
+                f"environment {self._services.environment.name} sampled every turn with another "
+                "temperature, top_p, top_k or min_p than rollout.* has: there is nothing to train "
+                "on; set them there",
+            )
         return check_reward(value, f"environment {self._services.environment.name}")
 
     async def _run_environment(self) -> object:
@@ -220,7 +230,7 @@ class RolloutHost:
             generation = await self._generator.generate(request)
         finally:
             self._gen_s += self.loop.time() - started
-        self._accept(generation)
+        self._accept(generation, is_trained=_same_distribution(sampling, self._request.sampling))
         text = await self._services.render(self._services.renderer.decode, generation.token_ids)
         return Turn(
             text=text,
@@ -266,7 +276,7 @@ class RolloutHost:
         left = min(sampling.max_tokens, self._transcript.num_tokens_left)
         return dataclasses.replace(sampling, max_tokens=left)
 
-    def _accept(self, generation: Generation) -> None:
+    def _accept(self, generation: Generation, *, is_trained: bool) -> None:
         """Take a turn into the record, unless it was cut short."""
         if generation.finish_reason == "timeout":
             raise RolloutError(
@@ -279,7 +289,7 @@ class RolloutHost:
             raise RolloutError(
                 FailureClass.ENGINE, f"request {generation.request_id} was aborted in the engine"
             )
-        self._transcript.add_sampled(generation)
+        self._transcript.add_sampled(generation, is_trained=is_trained)
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Generator[None]:
@@ -341,7 +351,13 @@ class RolloutHost:
             finish_reason=self._transcript.finish_reason,
             gen_s=self._gen_s,
             reward_s=self._reward_s,
+            wall_s=self.loop.time() - self._began_s,
         )
+
+
+def _same_distribution(one: SamplingParams, other: SamplingParams) -> bool:
+    """Whether logprobs of the two can be compared."""
+    return all(getattr(one, name) == getattr(other, name) for name in _DISTRIBUTION)
 
 
 def _notes(error: TimeoutError) -> str:

@@ -55,15 +55,7 @@ class Renderer:
             RolloutError: it cannot be rendered (`bad_prompt`) or is longer than
                 `rollout.max_prompt_length` (`over_long_prompt`).
         """
-        if self._templated:
-            text = self._apply_template(self._with_system(_as_messages(prompt)))
-            token_ids = self._encode(text, special=False)
-        elif isinstance(prompt, str):
-            token_ids = self._without_end(self._encode(prompt, special=True), prompt)
-        else:
-            raise RolloutError(
-                FailureClass.BAD_PROMPT, "chat messages need a chat template, and none is applied"
-            )
+        token_ids = self._prompt_ids(prompt)
         self._check_length(len(token_ids))
         return np.asarray(token_ids, dtype=np.int32)
 
@@ -107,17 +99,29 @@ class Renderer:
         return cast("str", self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def info(self, dataset: PromptDataset, index: int, record: PromptRecord) -> PromptInfo:
-        """Length of a prompt, or why it cannot be used."""
+        """Length of a prompt, and why it cannot be used if it cannot."""
+        length = 0
         try:
-            length = len(self.prompt(record.prompt))
+            length = len(self._prompt_ids(record.prompt))
+            self._check_length(length)
         except RolloutError as error:
             return PromptInfo(
                 prompt_index=index,
-                num_prompt_tokens=0,
+                num_prompt_tokens=length,
                 failure=error.failure,
                 message=f"{dataset.where(index)}: {error}",
             )
         return PromptInfo(prompt_index=index, num_prompt_tokens=length)
+
+    def _prompt_ids(self, prompt: str | list[Message]) -> list[int]:
+        if self._templated:
+            text = self._apply_template(self._with_system(_as_messages(prompt)))
+            return self._encode(text, special=False)
+        if isinstance(prompt, str):
+            return self._without_end(self._encode(prompt, special=True), prompt)
+        raise RolloutError(
+            FailureClass.BAD_PROMPT, "chat messages need a chat template, and none is applied"
+        )
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         if not self._system_prompt:

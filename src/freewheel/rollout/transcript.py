@@ -23,6 +23,7 @@ class Transcript:
         self._max_response_tokens = max_response_tokens
         self._prompt: Tokens | None = None
         self._parts: list[Generation | Tokens] = []
+        self._untrained: set[int] = set()
         self._num_response_tokens = 0
         self._finish_reason = ""
 
@@ -68,8 +69,24 @@ class Transcript:
             raise ValueError("the prompt is set already")
         self._prompt = token_ids
 
-    def add_sampled(self, generation: Generation) -> None:
-        """Append a turn that the policy sampled."""
+    @property
+    def has_trained_tokens(self) -> bool:
+        """Whether any token is one to train on."""
+        return any(
+            isinstance(part, Generation) and len(part.token_ids) and number not in self._untrained
+            for number, part in enumerate(self._parts)
+        )
+
+    def add_sampled(self, generation: Generation, *, is_trained: bool = True) -> None:
+        """Append a turn that the policy sampled.
+
+        Args:
+            generation: the turn.
+            is_trained: false if it was sampled from another distribution than the trainer's: its
+                logprobs could not be compared, so that its tokens stay out of the loss.
+        """
+        if not is_trained:
+            self._untrained.add(len(self._parts))
         self._parts.append(generation)
         self._num_response_tokens += len(generation.token_ids)
         self._finish_reason = generation.finish_reason
@@ -103,7 +120,13 @@ class Transcript:
     def trajectory(self, *, sample_id: str, group_id: int, reward: float) -> Trajectory:
         """The whole record."""
         prompt = np.zeros(0, dtype=np.int32) if self._prompt is None else self._prompt
-        parts = [_as_environment(prompt), *map(_columns, self._parts)]
+        parts = [
+            _as_environment(prompt),
+            *(
+                _as_environment(_tokens(part)) if number in self._untrained else _columns(part)
+                for number, part in enumerate(self._parts)
+            ),
+        ]
         mask, logprobs, versions = (np.concatenate(column) for column in zip(*parts, strict=True))
         return Trajectory(
             sample_id=sample_id,

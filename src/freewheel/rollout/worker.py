@@ -65,7 +65,7 @@ class RolloutWorkerCore:
         return self._services.user_code.num_leaked if self._services is not None else 0
 
     async def start(self) -> dict[Split, DatasetInfo]:
-        """Open the data, load the tokenizer, import the user's code.
+        """Open the data that there is, load the tokenizer, import the user's code.
 
         Raises:
             DataError: the data cannot be read.
@@ -168,7 +168,7 @@ class RolloutWorkerCore:
         return {
             split: open_dataset(self._config, split)
             for split in Split
-            if split is Split.TRAIN or file_names(self._config, split)
+            if file_names(self._config, split)
         }
 
     def _load_services(self) -> Services:

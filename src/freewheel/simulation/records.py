@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,14 @@ class MemoryRecorder:
 
 
 class MemoryCheckpoints:
-    """CheckpointStore that keeps control states as JSON text."""
+    """CheckpointStore that keeps control states as JSON text.
+
+    Attributes:
+        before_commit: awaited before each commit; what it raises fails the commit.
+    """
 
     def __init__(self, keep: int) -> None:
+        self.before_commit: Callable[[], Awaitable[None]] | None = None
         self.saved: dict[Path, str] = {}
         self.latest: Path | None = None
         self._keep = keep
@@ -76,6 +81,8 @@ class MemoryCheckpoints:
     async def commit(self, step: int, control: dict[str, Any]) -> Path:
         """Keep the control state; it must survive JSON."""
         folder = await self.begin(step)
+        if self.before_commit is not None:
+            await self.before_commit()
         self.saved[folder] = json.dumps(control)
         self.latest = folder
         for old in sorted(self.saved)[: -self._keep]:

@@ -4,11 +4,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from freewheel.config.sections import Config
-from freewheel.control.controller import Controller, ResumePoint
+from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
 from freewheel.control.run_end import RunEnd
+from freewheel.control.watchdog import Reporter
 from freewheel.simulation.fakes import FakeBackend, FakeDisk, FakeTrajectory
 from freewheel.simulation.records import MemoryCheckpoints, MemoryRecorder
 from freewheel.simulation.settings import SimSettings
@@ -20,7 +22,7 @@ class SimRun:
     """A simulated run: what it left on its disk, what it recorded, how it ended.
 
     `end` is None if it was killed. `trained` lists (step, policy version, trajectory) of this
-    process's life only.
+    process's life only. `num_strikes`: how often the injected failure struck.
     """
 
     disk: FakeDisk = field(default_factory=FakeDisk)
@@ -32,9 +34,10 @@ class SimRun:
     )
     digest: str = ""
     ended_s: float = 0.0
+    num_strikes: int = 0
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 - each is another way to disturb a run
     config: Config,
     settings: SimSettings,
     *,
@@ -42,6 +45,8 @@ def simulate(
     kill_at_s: float | None = None,
     stop_at_s: float | None = None,
     act: Callable[[Controller, FakeBackend], Any] | None = None,
+    reporter: Reporter | None = None,
+    validate_only: ValidateOnly | None = None,
     debug: bool = False,
 ) -> SimRun:
     """Run a simulation to its end.
@@ -53,6 +58,8 @@ def simulate(
         kill_at_s: end the process at this virtual time, as SIGKILL would.
         stop_at_s: ask for a stop at this virtual time, as SIGINT does.
         act: called once with controller and backend before the run starts.
+        reporter: given the stalls that the watchdog finds; None: no watchdog, no replica health.
+        validate_only: no training, one validation.
         debug: asyncio's debug mode.
 
     Raises:
@@ -63,6 +70,9 @@ def simulate(
 
     async def main() -> None:
         backend = FakeBackend(config, settings, run.disk)
+        run.checkpoints.before_commit = partial(
+            backend.world.injector.checkpoint, "checkpoint_commit"
+        )
         await backend.start()
         controller = Controller(
             config,
@@ -70,6 +80,8 @@ def simulate(
             recorder=run.recorder,
             checkpoints=run.checkpoints,
             resume=resume,
+            reporter=reporter,
+            validate_only=validate_only,
             started_s=0.0 if resume is None else resume.control["run_s"],
         )
         if act is not None:
@@ -85,6 +97,7 @@ def simulate(
         if backend.fake_trainer is not None:
             run.trained, run.digest = backend.fake_trainer.trained, backend.fake_trainer.digest
         run.ended_s = loop.time()
+        run.num_strikes = backend.world.injector.num_strikes
 
     run_virtual(main, debug=debug)
     return run

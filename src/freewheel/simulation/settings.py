@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
@@ -53,9 +54,48 @@ class LengthSampler:
         return min(limit, max(1, round(length)))
 
 
+class Failure(StrEnum):
+    """A failure that is injected once into a run (see `injection.py` for what each looks like)."""
+
+    ENVIRONMENT_NEVER_RETURNS = "environment_never_returns"
+    ENVIRONMENT_BLOCKS_LOOP = "environment_blocks_loop"
+    ENVIRONMENT_IGNORES_CANCELLATION = "environment_ignores_cancellation"
+    REWARD_NEVER_RETURNS = "reward_never_returns"
+    TOOL_NEVER_RETURNS = "tool_never_returns"
+    ENGINE_NO_TOKENS = "engine_no_tokens"
+    ENGINE_FROZEN = "engine_frozen"
+    ENGINE_KILLED = "engine_killed"
+    TRAINER_FROZEN = "trainer_frozen"
+    TRAINER_KILLED = "trainer_killed"
+    WORKER_FROZEN = "worker_frozen"
+    WORKER_KILLED = "worker_killed"
+    WEIGHT_FETCH_NEVER_RETURNS = "weight_fetch_never_returns"
+    CHECKPOINT_DISK_FULL = "checkpoint_disk_full"
+    CHECKPOINT_NEVER_RETURNS = "checkpoint_never_returns"
+    TRIAL_NEVER_RETURNS = "trial_never_returns"
+    NEVER_PLACED = "never_placed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """A failure that strikes at the first opportunity from `at_s` on, in seconds of virtual time.
+
+    `times`: how many calls it strikes, None for all from then on; what strikes a process does so
+    once. `never_placed`: at 0 s a worker's first start never returns; later a worker is killed and
+    its replacement's start never returns.
+    """
+
+    failure: Failure
+    at_s: float
+    times: int | None = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How often what goes wrong. Probabilities are for each attempt of each member."""
+    """How often what goes wrong. Probabilities are for each attempt of each member.
+
+    `injection`: one failure besides, at one moment.
+    """
 
     environment: float = 0.0
     hang: float = 0.0
@@ -63,6 +103,7 @@ class Faults:
     replica_deaths_per_s: float = 0.0
     worker_deaths_per_s: float = 0.0
     update_death: float = 0.0
+    injection: Injection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

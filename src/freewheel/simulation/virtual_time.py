@@ -33,10 +33,15 @@ class BlockedLoopError(Exception):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """See the module's docstring. Starts at time 0; does no I/O."""
+    """See the module's docstring. Starts at time 0; does no I/O.
+
+    Attributes:
+        on_jump: called whenever the clock is about to jump: nothing more happens at this time.
+    """
 
     def __init__(self) -> None:
         self._virtual_s = 0.0
+        self.on_jump: Callable[[], None] | None = None
         super().__init__(_VirtualSelector(self))
 
     def time(self) -> float:
@@ -50,7 +55,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 f"deadlock at {self._virtual_s:.3f} s: nothing is ready and no timer is set\n"
                 + describe_tasks(self)
             )
-        self._virtual_s += max(0.0, timeout_s)
+        if timeout_s > 0:
+            if self.on_jump is not None:
+                self.on_jump()
+            self._virtual_s += timeout_s
 
 
 class _VirtualSelector(selectors.BaseSelector):

@@ -6,7 +6,7 @@ change in `train_step` alone, and not at all if the loss or the gradient is not 
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from freewheel.config.sections import Config
 from freewheel.errors import CheckpointError, InvariantError, StartupError
+from freewheel.sampling_filters import Filters
 from freewheel.trainer import optim, state
 from freewheel.trainer.batching import (
     MiniBatch,
@@ -42,8 +43,8 @@ class TrainerCore:
         config: of the run.
         model_path: Hugging Face folder of the initial policy.
         ranks: this process among the trainer's; alone by default.
-        total_optimizer_steps: of the run, where the schedule ends. Unset: as
-            `trainer.total_training_steps` gives.
+        total_optimizer_steps: where the schedule ends. Unset: as `actor.optim.total_training_steps`
+            or `trainer.total_training_steps` gives.
 
     Raises:
         ConfigError: the schedule needs a number of steps and there is none.
@@ -170,27 +171,27 @@ class TrainerCore:
             with self._lock:
                 self._copies[step] = copy
 
-    def restored_weights(self) -> WeightBundle:
-        """The version that the checkpoint carries beside the trainer's own weights; rank 0 only.
+    def restored_weights(self, version: int) -> WeightBundle:
+        """A version that the checkpoint carries beside the trainer's own weights; rank 0 only.
 
         Raises:
-            CheckpointError: it carries none, or it cannot be read.
+            CheckpointError: it does not carry it, or it cannot be read.
         """
         if self._checkpoint is None:
             raise InvariantError("there is no checkpoint to restore a published version from")
-        return state.read_published(self._checkpoint)
+        return state.read_version(self._checkpoint, version)
 
     def write_state(
         self,
         step: int,
         folder: Path,
         trajectories: Sequence[list[Trajectory]],
-        published: WeightBundle | None = None,
+        held: Mapping[int, WeightBundle] | None = None,
     ) -> None:
         """Write the copy taken at `step`, and these groups, into an existing folder; rank 0 only.
 
-        `published` is what replicas hold, when that differs from the trainer's weights. May run in
-        another thread beside any other call. Frees the copy, also when it fails.
+        `held` are the published versions that a resumed run needs beside the trainer's weights. May
+        run in another thread beside any other call. Frees the copy, also when it fails.
 
         Raises:
             InvariantError: there is no copy of that step.
@@ -204,8 +205,8 @@ class TrainerCore:
             # Tokenizer files come from the model's folder: a checkpoint that the run was resumed
             # from is deleted when newer ones are complete.
             state.write_copy(copy, folder, self._model, self._model_path)
-            if published is not None:
-                state.write_published(folder, published)
+            for version, bundle in (held or {}).items():
+                state.write_version(folder, version, bundle)
             write_trajectories(folder / state.TRAJECTORIES, trajectories)
             state.fsync_tree(folder)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
@@ -223,7 +224,7 @@ class TrainerCore:
         return self._policy.model
 
     def _build_policy(self, weights: Path) -> Policy:
-        actor = self._config.actor
+        actor, rollout = self._config.actor, self._config.rollout
         model = state.load_model(weights, trust_remote_code=self._config.model.trust_remote_code)
         torch.nn.Module.to(model, self._device)
         # Recorded logprobs have no dropout in them, so neither has training. Only layers that
@@ -234,7 +235,8 @@ class TrainerCore:
             _recompute_activations(model)
         policy = Policy(
             model,
-            temperature=self._config.rollout.temperature,
+            temperature=rollout.temperature,
+            filters=Filters(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p),
             autocast_dtype=torch.bfloat16 if actor.dtype == "bfloat16" else None,
             entropy_grad=actor.entropy_coeff > 0,
         )

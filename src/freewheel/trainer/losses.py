@@ -164,7 +164,7 @@ def selected_logprobs_and_entropy(
     """Log-probability of each target, and entropy of each distribution in nats; both float32 (N,).
 
     Args:
-        logits_NV: float32 (N, V), already divided by the sampling temperature.
+        logits_NV: float32 (N, V), after the sampling distribution's temperature and filters.
         targets_N: int64 (N,).
         entropy_grad: whether the entropy carries a gradient (costs a second (N, V) tensor).
     """

@@ -5,6 +5,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
+from freewheel.config.schedule import configured_steps, optimizer_steps
 from freewheel.config.sections import Config, OptimConfig
 from freewheel.errors import ConfigError
 
@@ -32,11 +33,9 @@ def make_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.A
 
 
 def total_optimizer_steps(config: Config) -> int | None:
-    """Optimizer steps of the run if `trainer.total_training_steps` says so."""
-    steps = config.trainer.total_training_steps
-    if steps is None:
-        return None
-    return steps * config.async_training.require_batches * config.actor.ppo_epochs
+    """Optimizer steps of the schedule if a key says so; see `config.schedule`."""
+    steps = configured_steps(config)
+    return None if steps is None else optimizer_steps(config, steps)
 
 
 def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
@@ -48,7 +47,7 @@ def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
     if config.lr_scheduler_type != "constant" and total_steps is None:
         raise ConfigError(
             f"actor.optim.lr_scheduler_type={config.lr_scheduler_type} needs the number of steps: "
-            "set trainer.total_training_steps"
+            "set trainer.total_training_steps or actor.optim.total_training_steps"
         )
 
 

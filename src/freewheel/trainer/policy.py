@@ -1,7 +1,8 @@
 """The policy in training: a Hugging Face causal LM that scores sampled tokens.
 
-Invariant: what it returns equals `log_softmax(logits / temperature)` of the stock model on each
-sequence alone; the top-p, top-k and min-p filters of sampling are not replicated. Two shortcuts
+Invariant: what it returns equals `log_softmax(filters(logits / temperature))` of the stock model on
+each sequence alone: the distribution that rollouts are sampled from, but that a token which was
+sampled is never filtered out. Two shortcuts
 rest on properties of a model that cannot be read off its class, so `probe.choose_forward` tries
 them on short sequences and takes only what gives the stock result: packed rows (no padding; needs
 our attention and no state that crosses sequences), and the head applied to chosen hidden states
@@ -18,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from freewheel.sampling_filters import NO_FILTERS, Filters
 from freewheel.trainer.batching import MicroBatch
 from freewheel.trainer.losses import selected_logprobs_and_entropy
 
@@ -38,7 +40,9 @@ class Policy(torch.nn.Module):
 
     Args:
         model: the Hugging Face model, in float32.
-        temperature: of the sampling distribution; 0 (greedy) counts as 1.
+        temperature: of the sampling distribution; 0 (greedy) counts as 1, without filters.
+        filters: of the sampling distribution. With any of them on, a copy of the logits is made
+            and searched for the tokens that stay.
         autocast_dtype: number format of matrix products; None for float32.
         entropy_grad: whether the entropy carries a gradient.
     """
@@ -48,6 +52,7 @@ class Policy(torch.nn.Module):
         model: PreTrainedModel,
         *,
         temperature: float = 1.0,
+        filters: Filters = NO_FILTERS,
         autocast_dtype: torch.dtype | None = None,
         entropy_grad: bool = False,
     ) -> None:
@@ -55,6 +60,7 @@ class Policy(torch.nn.Module):
         self.model = model
         self.how = Forward(packed=False, split=False)
         self.temperature = temperature or 1.0
+        self.filters = filters if temperature else NO_FILTERS
         self._autocast_dtype = autocast_dtype
         self._entropy_grad = entropy_grad
 
@@ -112,6 +118,8 @@ class Policy(torch.nn.Module):
         logits_NV = logits_NV.float()
         if self.temperature != 1.0:
             logits_NV = logits_NV / self.temperature
+        if self.filters.any:
+            logits_NV = self.filters.apply_but_to(targets_N, logits_NV)
         return selected_logprobs_and_entropy(logits_NV, targets_N, entropy_grad=self._entropy_grad)
 
     def _autocast(self, device: torch.device) -> torch.autocast | nullcontext[None]:

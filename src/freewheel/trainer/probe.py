@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from freewheel.sampling_filters import NO_FILTERS
 from freewheel.trainer.attention import PACKED, UnsupportedAttentionError
 from freewheel.trainer.batching import MicroBatch, Sample, pack
 from freewheel.trainer.policy import Forward, Policy, vocabulary_size
@@ -27,6 +28,15 @@ def choose_forward(policy: Policy, *, device: torch.device) -> Forward:
     Leaves the model with the attention that this way needs. A padded batch with the model's own
     logits is the stock model itself, so there is always one.
     """
+    # Without filters: next to one's threshold, rounding decides whether a token stays.
+    filters, policy.filters = policy.filters, NO_FILTERS
+    try:
+        return _choose(policy, device)
+    finally:
+        policy.filters = filters
+
+
+def _choose(policy: Policy, device: torch.device) -> Forward:
     stock = _attention_of(policy.model)
     micro = _probe_batch(policy.model, device)
     expected = _stock_logprobs(policy, micro)

@@ -2,8 +2,9 @@
 
 A checkpoint's folder holds `hf/` (a Hugging Face model folder with float32 weights, which
 transformers and vLLM load), `trainer/optimizer.safetensors` (AdamW's moments by parameter name),
-`trainer/state.json` (steps and random state) and `trajectories.parquet`; between two publications
-also `trainer/published.safetensors`, the version that replicas hold.
+`trainer/state.json` (steps and random state) and `trajectories.parquet`. A published version that
+rollouts or a validation still need, and that the trainer's own weights no longer are, lies in
+`trainer/version_NNNNNN.safetensors`, in the number format of the replicas.
 """
 
 import json
@@ -28,7 +29,8 @@ HF = "hf"
 OPTIMIZER = "trainer/optimizer.safetensors"
 STATE = "trainer/state.json"
 TRAJECTORIES = "trajectories.parquet"
-PUBLISHED = "trainer/published.safetensors"
+OLD_PUBLISHED = "trainer/published.safetensors"
+"""Where earlier checkpoints keep the one version that they carry."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
@@ -126,22 +128,29 @@ def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Pa
     (folder / STATE).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_published(folder: Path, bundle: WeightBundle) -> None:
-    """Write the version that replicas hold, in their number format."""
+def write_version(folder: Path, version: int, bundle: WeightBundle) -> None:
+    """Write a published version in the replicas' number format."""
     tensors = {name: tensor.clone() for name, tensor in unpack_weights(bundle).items()}
-    save_file(tensors, folder / PUBLISHED)
+    save_file(tensors, _version_path(folder, version))
 
 
-def read_published(folder: Path) -> WeightBundle:
-    """Read what `write_published` wrote.
+def read_version(folder: Path, version: int) -> WeightBundle:
+    """Read what `write_version` wrote.
 
     Raises:
         CheckpointError: the file is missing or broken.
     """
+    path = _version_path(folder, version)
+    if not path.exists() and (folder / OLD_PUBLISHED).exists():
+        path = folder / OLD_PUBLISHED
     try:
-        return pack_weights(load_file(folder / PUBLISHED).items())
+        return pack_weights(load_file(path).items())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / PUBLISHED}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _version_path(folder: Path, version: int) -> Path:
+    return folder / "trainer" / f"version_{version:06d}.safetensors"
 
 
 def _skeleton(model: PreTrainedModel) -> PreTrainedModel:

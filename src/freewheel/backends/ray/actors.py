@@ -212,8 +212,8 @@ class TrainerActor(WorkerActor):
 
     @boundary
     async def publish_restored(self, version: int) -> tuple[int, Any]:
-        """As `publish`, of the weights that the checkpoint carries beside the trainer's. Rank 0."""
-        bundle = await self._in_train_thread(self._trainer.restored_weights)
+        """As `publish`, of a version that the checkpoint carries beside the trainer's. Rank 0."""
+        bundle = await self._in_train_thread(self._trainer.restored_weights, version)
         return bundle.num_bytes, bundle
 
     @boundary
@@ -223,10 +223,10 @@ class TrainerActor(WorkerActor):
 
     @boundary
     async def write_state(
-        self, step: int, folder: Path, refs: Sequence[Ref], published: "WeightBundle | None"
+        self, step: int, folder: Path, refs: Sequence[Ref], held: dict[int, Ref]
     ) -> None:
         """Write the copy, beside training. Rank 0 only."""
-        await self._in_write_thread(self._write, step, folder, refs, published)
+        await self._in_write_thread(self._write, step, folder, refs, held)
 
     @boundary
     async def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> Answer:
@@ -239,11 +239,9 @@ class TrainerActor(WorkerActor):
     def _train(self, request: TrainRequest) -> TrainResult:
         return self._trainer.train_step(request, _by_group(_fetch(request.payloads)))
 
-    def _write(
-        self, step: int, folder: Path, refs: Sequence[Ref], published: "WeightBundle | None"
-    ) -> None:
-        extra = {} if published is None else {"published": published}
-        self._trainer.write_state(step, folder, _fetch(refs), **extra)
+    def _write(self, step: int, folder: Path, refs: Sequence[Ref], held: dict[int, Ref]) -> None:
+        bundles: dict[int, WeightBundle] = {v: _ray.get(ref) for v, ref in held.items()}
+        self._trainer.write_state(step, folder, _fetch(refs), bundles)
 
     async def _in_train_thread(self, call: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._train_thread, call, *args)

@@ -165,7 +165,7 @@ class RayTrainer:
         return Weights(version=version, num_bytes=sizes[0], ref=pairs[0][1])
 
     async def publish_restored(self, version: int) -> Weights:
-        """Publish the version that the checkpoint carries beside the trainer's own weights."""
+        """Publish a version that the checkpoint carries beside the trainer's own weights."""
         size, ref = self._first.submit("publish_restored", version, num_returns=2)
         num_bytes = await self._first.answer(size, "publish_restored")
         return Weights(version=version, num_bytes=num_bytes, ref=ref)
@@ -179,11 +179,11 @@ class RayTrainer:
         step: int,
         folder: Path,
         trajectories: Sequence[Ref],
-        published: Weights | None = None,
+        held: Sequence[Weights] = (),
     ) -> None:
-        """Rank 0 has the whole copy and writes it, with what replicas hold if that differs."""
-        weights = None if published is None else published.ref
-        await self._first.call("write_state", step, folder, tuple(trajectories), weights)
+        """Rank 0 has the whole copy and writes it, with the published versions still needed."""
+        versions = {weights.version: weights.ref for weights in held}
+        await self._first.call("write_state", step, folder, tuple(trajectories), versions)
 
     def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
         """References at once; an error of reading reaches whoever uses one."""

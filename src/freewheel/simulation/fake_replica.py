@@ -1,0 +1,122 @@
+"""A fake replica: tokens carry the version that was active when they were sampled."""
+
+import asyncio
+
+from freewheel.errors import InvariantError, ReplicaLostError
+from freewheel.simulation.world import FakeProcess, FakeWorld
+from freewheel.types import ReplicaStats, VersionSpans, Weights
+
+
+class FakeReplica(FakeProcess):
+    """An engine that samples at a fixed rate a request, under whatever version is active.
+
+    Stuck (`is_stuck`), it samples nothing any more, but answers and takes weights.
+    """
+
+    def __init__(self, world: FakeWorld, replica_id: int, incarnation: int) -> None:
+        super().__init__(world, f"replica-{replica_id}")
+        self._replica_id = replica_id
+        self._incarnation = incarnation
+        self._history: list[tuple[float, int]] = []
+        self._num_tokens = 0
+        self._num_running = 0
+        self._began_s: list[float] = []
+        self.num_updates = 0
+        self.is_stuck = False
+
+    @property
+    def replica_id(self) -> int:
+        """Number of the replica."""
+        return self._replica_id
+
+    @property
+    def version(self) -> int:
+        """Active version, -1 before the first."""
+        return self._history[-1][1] if self._history else -1
+
+    @property
+    def is_sampling(self) -> bool:
+        """True while it has requests to work on."""
+        return self._num_running > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled, counted when their response is complete."""
+        return self._num_tokens
+
+    async def start(self) -> None:
+        """Take the start-up time."""
+        settings = self._world.settings
+        rng = self._world.rng("replica", self._incarnation)
+        self._doom(rng, settings.faults.replica_deaths_per_s)
+        seconds = self._world.jittered(settings.startup_s, "replica", self._incarnation)
+        if not await self._come_up(seconds):
+            raise ReplicaLostError(f"replica {self._replica_id} died at start")
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Take the loading time, then activate."""
+        settings = self._world.settings
+        key = ("update", self._incarnation, self.num_updates)
+        self.num_updates += 1
+        if self._world.rng(*key).random() < settings.faults.update_death:
+            self.kill()
+        if self._world.injector.strikes("weight_fetch"):
+            await self._died.wait()
+        if not await self._live(self._world.jittered(settings.update_s, *key)):
+            raise ReplicaLostError(
+                f"replica {self._replica_id} died while it loaded version {weights.version}"
+            )
+        self._activate(weights.version)
+
+    def _activate(self, version: int) -> None:
+        """Note the moment; forget versions that ended before anything that still runs began."""
+        now_s = asyncio.get_running_loop().time()
+        self._history.append((now_s, version))
+        oldest_s = min(self._began_s, default=now_s)
+        while len(self._history) > 1 and self._history[1][0] <= oldest_s:
+            del self._history[0]
+
+    async def generate(self, num_tokens: int) -> VersionSpans:
+        """Sample so many tokens; their versions, by the moments of activation."""
+        if not self._history:
+            raise InvariantError(f"replica {self._replica_id} has no weights to serve")
+        rate = self._world.settings.tokens_per_s
+        began_s = asyncio.get_running_loop().time()
+        self._num_running += 1
+        self._began_s.append(began_s)
+        try:
+            alive = await self._live(num_tokens / rate)
+            if self.is_stuck:
+                alive = not await self._died.wait()
+        finally:
+            self._num_running -= 1
+            self._began_s.remove(began_s)
+        if not alive:
+            raise ReplicaLostError(f"replica {self._replica_id} died")
+        self._num_tokens += num_tokens
+        return self._spans(began_s, num_tokens, rate)
+
+    def _spans(self, began_s: float, num_tokens: int, rate: float) -> VersionSpans:
+        spans: list[tuple[int, int]] = []
+        num_before = 0
+        for index, (_, version) in enumerate(self._history):
+            is_last = index + 1 == len(self._history)
+            ends_s = float("inf") if is_last else self._history[index + 1][0]
+            if ends_s <= began_s:
+                continue
+            until = num_tokens if is_last else min(num_tokens, int((ends_s - began_s) * rate))
+            if until > num_before:
+                spans.append((version, until - num_before))
+                num_before = until
+        return tuple(spans)
+
+    async def stats(self) -> ReplicaStats:
+        """Counters, if it answers."""
+        if not await self._answer():
+            raise ReplicaLostError(f"replica {self._replica_id} is dead")
+        return ReplicaStats(
+            version=self.version,
+            num_running=self._num_running,
+            num_waiting=0,
+            num_generated_tokens=self._num_tokens,
+        )
