@@ -18,23 +18,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from freewheel.backends.ray import RayBackend
-from freewheel.checkpoint import (
-    Checkpoint,
-    FileCheckpointStore,
-    find_checkpoint,
-    read_checkpoint,
-)
+from freewheel.checkpoint import FileCheckpointStore, read_checkpoint
 from freewheel.config import Config
-from freewheel.control.controller import (
-    Controller,
-    ResumePoint,
-    ValidateOnly,
-    structure,
-)
+from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
 from freewheel.control.run_end import RunEnd, with_error
 from freewheel.errors import (
     EXIT_INTERRUPTED,
-    CheckpointError,
     FreewheelError,
     RecordError,
     StalledError,
@@ -46,6 +35,7 @@ from freewheel.loop_watch import Block, LoopWatch
 from freewheel.models import resolve_model
 from freewheel.progress import Progress, make_progress
 from freewheel.recorder import FileRecorder
+from freewheel.resuming import take_up
 from freewheel.run_folder import RunFolder
 from freewheel.status import RunStatus
 from freewheel.stop_deadline import StopDeadline
@@ -62,14 +52,20 @@ _LAST_SUMMARY_S = 2.0
 
 
 def run_training(
-    config: Config, run_dir: Path, *, resume: bool, schedule_steps: int | None = None
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: bool,
+    from_step: int | None = None,
+    schedule_steps: int | None = None,
 ) -> int:
-    """Train, from the beginning or on from the newest checkpoint.
+    """Train, from the beginning or on from a checkpoint.
 
     Args:
         config: checked configuration.
         run_dir: folder of the run, new unless `resume`.
         resume: go on with the run that the folder holds.
+        from_step: with `resume`, from the checkpoint of this step, not from the newest whole one.
         schedule_steps: trainer steps over which the learning rate's schedule runs, where the
             configuration leaves them to the data.
 
@@ -79,13 +75,10 @@ def run_training(
     Raises:
         ConfigError, CheckpointError: the run cannot start; nothing was started or overwritten.
     """
-    checkpoint = _find_resumable(run_dir, config) if resume else None
     folder = RunFolder.resume(run_dir) if resume else RunFolder.create(run_dir, config)
     try:
-        if resume:
-            folder.cut_back({} if checkpoint is None else checkpoint.control["num_rows"])
-            folder.write_config(config)
-        point = checkpoint and ResumePoint(folder=checkpoint.folder, control=checkpoint.control)
+        model = resolve_model(config.model.path)
+        point = take_up(folder, config, model, from_step) if resume else None
         # Not into the run's folder: a resumed run may have more epochs.
         config = _with_optim(config, total_training_steps=schedule_steps)
         return _run(config, folder, model=config.model.path, resume=point)
@@ -125,28 +118,6 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
 def _with_optim(config: Config, **changes: Any) -> Config:
     optim = replace(config.actor.optim, **changes)
     return replace(config, actor=replace(config.actor, optim=optim))
-
-
-def _find_resumable(run_dir: Path, config: Config) -> Checkpoint | None:
-    """The newest whole checkpoint of a run; says which had to be passed over."""
-    root = RunFolder.look(run_dir).path / "checkpoints"
-    checkpoint, problems = find_checkpoint(root)
-    for problem in problems:
-        sys.stderr.write(f"passed over a broken checkpoint: {problem}\n")
-    if checkpoint is None:
-        if problems:
-            raise CheckpointError(f"{root}: no checkpoint is whole; see above")
-        sys.stderr.write(f"{root}: no checkpoint yet, the run starts from the beginning\n")
-        return None
-    before, now = checkpoint.control["structure"], structure(config)
-    changed = [
-        f"{key}={now[key]!r}, but the run has {before.get(key)!r}"
-        for key in now
-        if now[key] != before.get(key)
-    ]
-    if changed:
-        raise CheckpointError(f"a resumed run cannot change {'; '.join(changed)}")
-    return checkpoint
 
 
 def _run(

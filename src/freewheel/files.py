@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,65 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
         sync_folder(path.parent)
 
 
+# Everything that a checkpoint does to the disk goes through the functions below (or a library's
+# own writer, into a folder that no reader looks at), so that a test can crash at each of them.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in place and bring it to disk. For folders that no reader looks at yet."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content. Not yet on disk when it returns."""
+    shutil.copyfile(source, target)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, if need be."""
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename, and bring the new name to disk. The target does not exist, or is replaced at once."""
+    source.replace(target)
+    sync_folder(target.parent)
+    if source.parent != target.parent:
+        sync_folder(source.parent)
+
+
+def link_to(link: Path, target: str, *, aside: Path) -> None:
+    """Let a symbolic link point to `target`: made aside and moved, so that it never is missing."""
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(target)
+    move(aside, link)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to disk."""
+    """Bring the names in a folder, or the content of a file, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Bring every file under a folder, and the folders, to disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path)
 
 
 def dump_json(value: Any, *, indent: int | None = None) -> str:

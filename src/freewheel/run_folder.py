@@ -2,7 +2,7 @@
 
 One process at a time writes in it, by a lock that ends with the process however it ends. The three
 files that tell the story of training (`CUT_FILES`) are cut back to the checkpoint on resume; what
-is cut, and a line that a crash left half-written, goes to `superseded/`.
+is cut, checkpoints that are newer, and a line that a crash left half-written go to `superseded/`.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from typing import Any
 
 from freewheel.config import Config, dump_config, load_config
 from freewheel.errors import ConfigError, RecordError
-from freewheel.files import dump_json, sync_folder, write_atomic
+from freewheel.files import dump_json, make_folder, move, sync_folder, write_atomic
 from freewheel.status import RunStatus
 
 CUT_FILES = ("metrics", "validations", "samples")
@@ -110,17 +110,15 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path) -> "RunFolder":
-        """Take up a run again. Call `cut_back` before anything is recorded.
+        """Lock the folder of a run, to take it up again. Changes nothing else.
+
+        Call `tidy` and `cut_back` before anything is recorded.
 
         Raises:
             ConfigError: the folder holds no run, or is in use.
         """
         folder = cls.look(path)
         folder._lock = _lock_folder(path)
-        for name in ROW_FILES:
-            folder._cut(name, _end_of_lines(folder.rows_path(name)))
-        if folder.summary_path.exists():
-            folder.summary_path.replace(folder._superseded("summary", ".json"))
         return folder
 
     @classmethod
@@ -217,6 +215,28 @@ class RunFolder:
         """Complete lines in each of the files, by name."""
         return {name: _count_lines(self.rows_path(name)) for name in ROW_FILES}
 
+    def tidy(self) -> None:
+        """Move what the life before left half-written, and its summary, to `superseded/`."""
+        for name in ROW_FILES:
+            self._cut(name, _end_of_lines(self.rows_path(name)))
+        if self.summary_path.exists():
+            self.summary_path.replace(self._superseded("summary", ".json"))
+
+    def supersede_checkpoint(self, folder: Path) -> Path:
+        """Move a checkpoint's folder to `superseded/`; returns where it lies then."""
+        aside = self._superseded(folder.name, "")
+        move(folder, aside)
+        return aside
+
+    def check_rows(self, num_rows: dict[str, int]) -> None:
+        """Check that `cut_back` can be done.
+
+        Raises:
+            RecordError: a file has fewer lines than the checkpoint knew.
+        """
+        for name in CUT_FILES:
+            _offset_of_line(self.rows_path(name), num_rows.get(name, 0))
+
     def cut_back(self, num_rows: dict[str, int]) -> None:
         """Keep the first lines of the files that tell the story, as many as a checkpoint knew.
 
@@ -258,7 +278,7 @@ class RunFolder:
     def _superseded(self, name: str, suffix: str) -> Path:
         """The next free name in `superseded/`."""
         folder = self.path / "superseded"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         number = 1
         while (folder / f"{name}.{number}{suffix}").exists():
             number += 1

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from freewheel.checkpoint.control_state import control_problem
 from freewheel.simulation.run import SimRun, simulate
 from freewheel.simulation.settings import Faults
 from tests.audit import audit
@@ -165,3 +166,56 @@ def test_runs_killed_with_generations_in_flight_train_on_the_same_prompts(mode):
             error.add_note(f"seed {seed}: {config}\n{settings}")
             raise
     assert num_in_flight >= 5
+
+
+def test_what_the_controller_writes_has_the_shape_that_a_resume_asks_for():
+    config = small_config(save_freq=1)
+    run = simulate(config, random_settings(random.Random(5), 5, faults=True))
+    assert run.end.exit_code == 0, run.end.cause
+    texts = list(run.checkpoints.saved.values())
+    assert texts
+    assert any(json.loads(text)["ledger"]["open"] for text in texts)
+    assert [control_problem(text) for text in texts] == [None] * len(texts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"replicas": 4, "num_workers": 3},
+        {"replicas": 1, "num_workers": 1},
+        {"timeout_s": 12.0, "temperature": 0.7, "min_group_size": 2},
+    ],
+)
+def test_resumed_on_other_workers_and_with_other_settings(changes):
+    config = small_config(total_training_steps=None, total_epochs=2, save_freq=2)
+    settings = random_settings(random.Random(6), 6, faults=False)
+    run = simulate(config, settings, kill_at_s=14.0)
+    assert run.checkpoints.latest is not None
+    other = replace(
+        config,
+        rollout=replace(config.rollout, **changes),
+        actor=replace(config.actor, optim=replace(config.actor.optim, lr=2e-6)),
+        trainer=replace(config.trainer, save_freq=1, test_freq=3),
+    )
+    versions_before = [row["policy_version"] for row in run.recorder.rows("metrics")]
+    resumed = finish(other, settings, run)
+    check_story(other, resumed)
+    versions = [row["policy_version"] for row in resumed.recorder.rows("metrics")]
+    assert versions == sorted(versions)
+    assert len(versions) > len(versions_before)
+
+
+def test_changed_held_out_prompts_are_refused_and_beginning_to_validate_is_not():
+    config = small_config(save_freq=2)
+    settings = random_settings(random.Random(7), 7, faults=False)
+    run = simulate(config, settings, kill_at_s=25.0)
+    folder = run.checkpoints.latest
+    saved = json.loads(run.checkpoints.saved[folder])
+    assert saved["val_data_fingerprint"] == "val"
+    run.checkpoints.saved[folder] = json.dumps({**saved, "val_data_fingerprint": "other"})
+    refused = simulate(config, settings, run=run)
+    assert refused.end.exit_code == 7
+    assert "data.val_files" in refused.end.cause
+    assert "fingerprint other, now val" in refused.end.cause
+    run.checkpoints.saved[folder] = json.dumps({**saved, "val_data_fingerprint": None})
+    finish(config, settings, run)

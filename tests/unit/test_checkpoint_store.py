@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import shutil
 
 import pytest
 
@@ -14,6 +12,7 @@ from freewheel.checkpoint import (
     read_checkpoint,
 )
 from freewheel.errors import CheckpointError
+from tests.unit.checkpoint_state import control_state
 
 
 def write(root, step, *, keep=2):
@@ -22,7 +21,7 @@ def write(root, step, *, keep=2):
         folder = await store.begin(step)
         (folder / "hf").mkdir()
         (folder / "hf" / "model.bin").write_bytes(bytes([step]) * 1000)
-        return await store.commit(step, {"train": {"step": step}})
+        return await store.commit(step, control_state(step))
 
     return asyncio.run(run())
 
@@ -33,7 +32,7 @@ def test_latest_is_the_newest_and_older_ones_are_dropped(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000015", "step_000010"]
     assert (tmp_path / "latest").resolve().name == "step_000015"
     found, problems = find_checkpoint(tmp_path)
-    assert (found.step, found.control, problems) == (15, {"train": {"step": 15}}, [])
+    assert (found.step, found.control, problems) == (15, control_state(15), [])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -75,48 +74,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_found(tmp_path, da
     assert found.step == 5
     assert len(problems) == 1
     assert "step_000010" in problems[0]
-
-
-def test_a_crash_at_any_system_call_leaves_a_good_checkpoint(tmp_path, monkeypatch):
-    class CrashError(BaseException):
-        pass
-
-    calls = 0
-    crash_at = 0
-
-    def crashing(real):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == crash_at:
-                raise CrashError
-            return real(*args, **kwargs)
-
-        return call
-
-    names = ("rename", "replace", "fsync", "symlink", "mkdir", "unlink")
-    for name in names:
-        monkeypatch.setattr(os, name, crashing(getattr(os, name)))
-    monkeypatch.setattr(shutil, "rmtree", crashing(shutil.rmtree))
-    crash_point = 0
-    while True:
-        crash_point += 1
-        root = tmp_path / str(crash_point)
-        crash_at = 0
-        write(root, 5)
-        write(root, 10)
-        calls, crash_at = 0, crash_point
-        try:
-            write(root, 15)
-            break
-        except CrashError:
-            crash_at = 0
-        found, _ = find_checkpoint(root)
-        assert found.step in (10, 15)
-        write(root, 20)
-        found, problems = find_checkpoint(root)
-        assert (found.step, problems) == (20, [])
-    assert crash_point > 10
 
 
 def test_an_unwritable_folder_is_named(tmp_path):

@@ -65,7 +65,7 @@ def test_train_starts_the_run(place, app):
     ((_, (config, run_dir), options),) = app.calls
     assert config.rollout.n == 4
     assert str(run_dir) == "runs/here"
-    assert options == {"resume": False, "schedule_steps": 3}
+    assert options == {"resume": False, "from_step": None, "schedule_steps": 3}
 
 
 def test_overrides_may_stand_behind_options(place, app, capsys):
@@ -157,7 +157,7 @@ def test_train_refuses_a_folder_that_holds_a_run(place, app, capsys):
     assert main(["train", "recipe.yaml"]) == 2
     assert "holds a run" in capsys.readouterr().err
     assert main(["train", "recipe.yaml", "trainer.resume_mode=auto"]) == 0
-    assert app.calls[0][2] == {"resume": True, "schedule_steps": 3}
+    assert app.calls[0][2] == {"resume": True, "from_step": None, "schedule_steps": 3}
 
 
 def test_resume_takes_the_runs_configuration(place, app):
@@ -167,7 +167,10 @@ def test_resume_takes_the_runs_configuration(place, app):
     assert config.rollout.n == 5
     assert config.trainer.total_training_steps == 9
     assert str(run_dir) == "runs/here"
-    assert options == {"resume": True, "schedule_steps": 9}
+    assert options == {"resume": True, "from_step": None, "schedule_steps": 9}
+    assert main(["resume", "runs/here", "--from", "20", "rollout.n=3"]) == 0
+    ((config, _), options) = app.calls[1][1:]
+    assert (config.rollout.n, options["from_step"]) == (3, 20)
 
 
 def test_validate_by_recipe_by_run_and_by_place(place, app):

@@ -101,7 +101,10 @@ def test_resume_moves_half_written_lines_and_the_summary_aside(folder, size):
     write_lines(folder, "metrics", 0, torn)
     folder.write_summary({"status": "stopped"})
     folder.close()
-    RunFolder.resume(folder.path).close()
+    resumed = RunFolder.resume(folder.path)
+    assert folder.read_summary() is not None
+    resumed.tidy()
+    resumed.close()
     assert folder.num_rows()["events"] == 2
     assert folder.rows_path("events").read_text().endswith("\n")
     assert folder.rows_path("metrics").read_text() == ""

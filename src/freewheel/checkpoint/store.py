@@ -1,15 +1,15 @@
 """Writing checkpoint folders: aside, verified, renamed; `latest` moves last.
 
 A crash at any point leaves the earlier checkpoints and `latest` as they were; what was half written
-lies in a folder whose name no reader takes for a checkpoint, and is removed by the next writer.
+lies in a folder whose name no reader takes for a checkpoint, and is removed by the next writer. All
+that is done to the disk goes through `freewheel.files`.
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
+from freewheel import files
 from freewheel.checkpoint.reader import (
     CONTROL,
     FORMAT,
@@ -24,6 +24,7 @@ from freewheel.errors import CheckpointError
 from freewheel.threads import CallThread
 
 _ASIDE = ".writing-"
+_REPLACED = ".replaced-"
 
 
 class FileCheckpointStore:
@@ -54,10 +55,11 @@ class FileCheckpointStore:
     def _begin(self, step: int) -> Path:
         folder = self._root / (_ASIDE + folder_name(step))
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self._root)
+            restore_replaced(self._root)
             for left_over in self._root.glob(_ASIDE + "*"):
-                _remove(left_over)
-            folder.mkdir()
+                files.remove(left_over)
+            files.make_folder(folder)
         except OSError as error:
             raise _foreign(folder, error) from error
         return folder
@@ -66,40 +68,67 @@ class FileCheckpointStore:
         aside = self._root / (_ASIDE + folder_name(step))
         final = self._root / folder_name(step)
         try:
-            _write_json(aside / CONTROL, control)
-            _write_json(aside / MANIFEST, _manifest(aside, step))
+            files.write_text(aside / CONTROL, json.dumps(control, indent=1))
+            files.write_text(aside / MANIFEST, json.dumps(_manifest(aside, step), indent=1))
             read_checkpoint(aside)
-            for folder in [path for path in aside.rglob("*") if path.is_dir()] + [aside]:
-                _sync_folder(folder)
-            if final.exists():
-                # A run that was resumed from an earlier step writes the same step again.
-                shutil.rmtree(final)
-            aside.rename(final)
-            _sync_folder(self._root)
-            self._point_latest_to(final)
+            files.sync_tree(aside)
+            self._put_in_place(aside, final)
+            point_latest_to(final)
             self._drop_old(final)
         except OSError as error:
             raise _foreign(aside, error) from error
         return final
 
-    def _point_latest_to(self, folder: Path) -> None:
-        link = self._root / (_ASIDE + LATEST)
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        link.replace(self._root / LATEST)
-        _sync_folder(self._root)
+    def _put_in_place(self, aside: Path, final: Path) -> None:
+        """Rename; a checkpoint of the same step stays findable until the new one is in its place.
+
+        There is one if a run that was resumed ends before its first step does.
+        """
+        replaced = self._root / (_REPLACED + final.name)
+        if final.exists():
+            files.move(final, replaced)
+        files.move(aside, final)
+        if replaced.exists():
+            self._discard(replaced)
 
     def _drop_old(self, newest: Path) -> None:
         others = [path for path in list_checkpoints(self._root) if path != newest]
         for old in others[self._keep - 1 :]:
-            # Renamed first, so that a crash while deleting leaves no half checkpoint behind.
-            aside = self._root / (_ASIDE + "old-" + old.name)
-            old.rename(aside)
-            shutil.rmtree(aside)
+            self._discard(old)
+
+    def _discard(self, folder: Path) -> None:
+        """Rename, then remove: a crash while removing leaves no half checkpoint behind."""
+        aside = self._root / (_ASIDE + "old-" + folder.name)
+        files.move(folder, aside)
+        files.remove(aside)
+
+
+def restore_replaced(root: Path) -> None:
+    """Undo a replacement that a crash cut off between its two renames.
+
+    Raises:
+        OSError: the folder cannot be changed.
+    """
+    for replaced in root.glob(_REPLACED + "*"):
+        final = root / replaced.name.removeprefix(_REPLACED)
+        if final.exists():
+            files.move(replaced, root / (_ASIDE + "old-" + replaced.name))
+        else:
+            files.move(replaced, final)
+
+
+def point_latest_to(folder: Path) -> None:
+    """Move the link `latest` beside a checkpoint to it.
+
+    Raises:
+        OSError: the link cannot be written.
+    """
+    root = folder.parent
+    files.link_to(root / LATEST, folder.name, aside=root / (_ASIDE + LATEST))
 
 
 def _manifest(folder: Path, step: int) -> dict[str, Any]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         "format": FORMAT,
         "step": step,
@@ -108,31 +137,9 @@ def _manifest(folder: Path, step: int) -> dict[str, Any]:
                 "num_bytes": path.stat().st_size,
                 "sha256": file_digest(path),
             }
-            for path in files
+            for path in found
         },
     }
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _foreign(path: Path, error: OSError) -> CheckpointError:

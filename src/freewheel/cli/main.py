@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from freewheel import __version__
-from freewheel.cli import doctor, exit_codes, recipes, status, train, validate, why
+from freewheel.cli import checkpoints, doctor, exit_codes, recipes, status, train, validate, why
 from freewheel.errors import EXIT_INTERRUPTED, FreewheelError
 
 Command = Callable[[argparse.Namespace], int]
@@ -44,7 +44,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"freewheel {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (train, validate, status, doctor, recipes, exit_codes, why):
+    for module in (train, validate, checkpoints, status, doctor, recipes, exit_codes, why):
         module.add_commands(commands)
     return parser
 

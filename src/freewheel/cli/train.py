@@ -30,9 +30,22 @@ def add_commands(commands: Any) -> None:
     )
     train.set_defaults(command=_train)
     resume: argparse.ArgumentParser = commands.add_parser(
-        "resume", help="go on with a run", description="Go on from a run's newest checkpoint."
+        "resume",
+        help="go on with a run",
+        description=(
+            "Go on from a run's newest whole checkpoint, or from that of a step. What the run "
+            "recorded after it, newer checkpoints included, is moved to RUN_DIR/superseded; "
+            "nothing is deleted."
+        ),
     )
     resume.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    resume.add_argument(
+        "--from",
+        dest="from_step",
+        metavar="STEP",
+        type=int,
+        help="from the checkpoint of this step (freewheel checkpoints RUN_DIR lists them)",
+    )
     _add_overrides(resume)
     resume.set_defaults(command=_resume)
 
@@ -74,16 +87,16 @@ def _resume(options: argparse.Namespace) -> int:
     config = load_config(folder.config_path, options.overrides)
     check_config(config)
     config = with_absolute_paths(config)
-    return _start(config, options.run_dir, resume=True)
+    return _start(config, options.run_dir, resume=True, from_step=options.from_step)
 
 
-def _start(config: Config, run_dir: Path, *, resume: bool) -> int:
+def _start(config: Config, run_dir: Path, *, resume: bool, from_step: int | None = None) -> int:
     findings = report_findings(config)
     steps = schedule_steps(config, num_prompts=findings.num_train_prompts)
     # Here, so that commands which start nothing load nothing.
     from freewheel.app import run_training
 
-    return run_training(config, run_dir, resume=resume, schedule_steps=steps)
+    return run_training(config, run_dir, resume=resume, from_step=from_step, schedule_steps=steps)
 
 
 def _dry_run(config: Config) -> int:

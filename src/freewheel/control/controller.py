@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from freewheel.checkpoint import CONTROL_FORMAT
 from freewheel.config.sections import Config
 from freewheel.control.checkpointing import Checkpointer, CutState
 from freewheel.control.feed import Feed
@@ -449,12 +450,13 @@ class Controller:
         train = self.train.state
         ready = [group for group in self.ledger.open.values() if group.ready]
         datasets = self.workers.datasets or {}
-        train_data = datasets.get(Split.TRAIN)
         held = self._held_versions()
+        train_data, val_data = datasets.get(Split.TRAIN), datasets.get(Split.VALIDATION)
         control = {
-            "format": 1,
+            "format": CONTROL_FORMAT,
             "structure": structure(self.config),
             "data_fingerprint": train_data and train_data.fingerprint,
+            "val_data_fingerprint": val_data and val_data.fingerprint,
             "train": asdict(train),
             "ledger": self.ledger.state(),
             "staleness": self.staleness.state(),
@@ -496,13 +498,8 @@ class Controller:
 
     async def _rejoin(self, resume: ResumePoint) -> None:
         """What a resume needs workers for: check the data, name the trajectories, validations."""
-        info = await self.workers.dataset(Split.TRAIN, "train")
-        before = resume.control["data_fingerprint"]
-        if info is not None and before != info.fingerprint:
-            raise CheckpointError(
-                f"{resume.folder}: its training data had fingerprint {before}, data.train_files "
-                f"has {info.fingerprint} now"
-            )
+        await self.workers.dataset(Split.TRAIN, "train")
+        self._check_data(resume)
         self.ledger.attach(lambda ids: self.trainer.load_trajectories(resume.folder, ids))
         await self._take_up_validations(resume.control)
 
@@ -521,6 +518,23 @@ class Controller:
         for older in sorted(kept - to_come):
             if self.store.is_held(older):
                 await self.train.take_back(older)
+
+    def _check_data(self, resume: ResumePoint) -> None:
+        """Samples are numbered by the training data; scores of other held-out data do not compare.
+
+        Validation may be left out or begun: only data in the place of other data is refused.
+        """
+        kinds = {
+            "train": (Split.TRAIN, resume.control["data_fingerprint"]),
+            "val": (Split.VALIDATION, resume.control.get("val_data_fingerprint")),
+        }
+        for kind, (split, before) in kinds.items():
+            info = (self.workers.datasets or {}).get(split)
+            if info is not None and before not in (None, info.fingerprint):
+                raise CheckpointError(
+                    f"{resume.folder}: its data.{kind}_files (or data.{kind}_max_samples) held "
+                    f"other prompts: fingerprint {before}, now {info.fingerprint}"
+                )
 
     # -- the end ------------------------------------------------------------------------------
 

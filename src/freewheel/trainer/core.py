@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from freewheel.config.sections import Config
 from freewheel.errors import CheckpointError, InvariantError, StartupError
+from freewheel.files import sync_tree
 from freewheel.sampling_filters import Filters
 from freewheel.trainer import optim, state
 from freewheel.trainer.batching import (
@@ -86,7 +87,7 @@ class TrainerCore:
         if checkpoint is not None:
             progress = state.load_progress(checkpoint)
             state.load_moments(checkpoint, self._model, optimizer, progress.optimizer_steps)
-            state.restore_random_state(progress.rng)
+            state.restore_random_state(checkpoint, progress.rng)
         else:
             torch.manual_seed(self._config.trainer.seed)
         self._step = progress.step
@@ -208,7 +209,7 @@ class TrainerCore:
             for version, bundle in (held or {}).items():
                 state.write_version(folder, version, bundle)
             write_trajectories(folder / state.TRAJECTORIES, trajectories)
-            state.fsync_tree(folder)
+            sync_tree(folder)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{folder}: step {step} cannot be written: {error}") from error
         finally:

@@ -8,8 +8,6 @@ rollouts or a validation still need, and that the trainer's own weights no longe
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from freewheel import files
 from freewheel.errors import CheckpointError
 from freewheel.trainer.distributed import full, like
 from freewheel.weights import WeightBundle, pack_weights, unpack_weights
@@ -96,14 +95,27 @@ def random_state() -> dict[str, str]:
     return {device: state.cpu().numpy().tobytes().hex() for device, state in states.items()}
 
 
-def restore_random_state(states: dict[str, str]) -> None:
-    """Undo `random_state`. A device that this process lacks is passed over."""
+def restore_random_state(folder: Path, states: dict[str, str]) -> None:
+    """Undo `random_state`. A device that this process lacks is passed over.
+
+    Args:
+        folder: of the checkpoint that they come from.
+        states: hex by device.
+
+    Raises:
+        CheckpointError: one of them is not the state of a generator.
+    """
     setters: dict[str, Callable[[torch.Tensor], None]] = {"cpu": torch.set_rng_state}
     if torch.cuda.is_available():
         setters["cuda"] = torch.cuda.set_rng_state
     for device, setter in setters.items():
         if device in states:
-            setter(torch.frombuffer(bytearray.fromhex(states[device]), dtype=torch.uint8))
+            try:
+                setter(torch.frombuffer(bytearray.fromhex(states[device]), dtype=torch.uint8))
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{folder / STATE}: random state of {device} cannot be restored: {error}"
+                ) from error
 
 
 def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Path) -> None:
@@ -115,8 +127,8 @@ def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Pa
         model: for its configuration and class alone.
         source: model folder whose tokenizer files go along.
     """
-    (folder / HF).mkdir(parents=True, exist_ok=True)
-    (folder / "trainer").mkdir(exist_ok=True)
+    files.make_folder(folder / HF)
+    files.make_folder(folder / "trainer")
     _copy_model_files(source, folder / HF)
     _skeleton(model).save_pretrained(folder / HF, state_dict=copy.model)
     save_file(copy.moments, folder / OPTIMIZER)
@@ -125,7 +137,7 @@ def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Pa
         "optimizer_steps": copy.progress.optimizer_steps,
         "rng": copy.progress.rng,
     }
-    (folder / STATE).write_text(json.dumps(content, indent=1) + "\n")
+    files.write_text(folder / STATE, json.dumps(content, indent=1) + "\n")
 
 
 def write_version(folder: Path, version: int, bundle: WeightBundle) -> None:
@@ -168,37 +180,35 @@ def _copy_model_files(source: Path, target: Path) -> None:
     for pattern in _MODEL_FILES:
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json"):
-                shutil.copyfile(file, target / file.name)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Force every file under the folder, and the folders, to disk."""
-    for path in (folder, *folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                files.copy_file(file, target / file.name)
 
 
 def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     """The causal LM in float32, on the CPU.
 
     Raises:
-        CheckpointError: the folder is missing, damaged or of no known model.
+        CheckpointError: the folder is missing, damaged, of no known model, or lacks weights.
     """
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"{path}: no model can be loaded: {error}") from error
+    model, found = loaded
+    # By itself transformers goes on with random values for what is missing.
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{path}: {len(missing)} weights are missing: {missing[0]}, ...")
+    return model
 
 
 def load_progress(folder: Path) -> Progress:
@@ -235,11 +245,20 @@ def load_moments(
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in model.named_parameters():
             if id(parameter) in trained:
-                moments = {m: like(tensors[f"{m}.{name}"], parameter) for m in _MOMENTS}
+                whole = {m: _of_shape(tensors, f"{m}.{name}", parameter) for m in _MOMENTS}
+                moments = {m: like(tensor, parameter) for m, tensor in whole.items()}
                 optimizer.state[parameter] = {"step": _steps(optimizer, optimizer_steps, parameter)}
                 optimizer.state[parameter].update(moments)
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: optimizer state cannot be read: {error!r}") from error
+
+
+def _of_shape(tensors: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """One of the tensors, if it has the parameter's (whole) shape."""
+    if tensors[name].shape != parameter.shape:
+        ours, theirs = tuple(tensors[name].shape), tuple(parameter.shape)
+        raise ValueError(f"{name} is {ours}, the model's parameter {theirs}")
+    return tensors[name]
 
 
 def _steps(

@@ -1,0 +1,258 @@
+"""Taking up a run: the right checkpoint, nothing newer left in the story, nothing deleted."""
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from freewheel.checkpoint import FileCheckpointStore, list_checkpoints, read_checkpoint
+from freewheel.config import Config
+from freewheel.control.controller import structure
+from freewheel.errors import CheckpointError, ConfigError, RecordError
+from freewheel.resuming import take_up
+from freewheel.run_folder import CUT_FILES, RunFolder
+from tests.unit.checkpoint_state import control_state
+from tests.unit.disk_crashes import CrashError, Disk
+
+CONFIG_JSON = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 16,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "eos_token_id": 2,
+}
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
+
+
+def make_model(folder: Path, *, tokenizer=TOKENIZER, **changes) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG_JSON, **changes}))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def write_checkpoint(root: Path, step: int, *, keep: int = 9, **control) -> Path:
+    async def run() -> Path:
+        store = FileCheckpointStore(root, keep=keep)
+        make_model(await store.begin(step) / "hf")
+        return await store.commit(step, control_state(step, **control))
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run that was at step 17, with checkpoints of steps 5, 10 and 15."""
+    folder = RunFolder.create(tmp_path / "run", Config())
+    for name in CUT_FILES:
+        rows = {"metrics": 17, "validations": 2, "samples": 70}[name]
+        folder.rows_path(name).write_text("".join(f'{{"row": {i}}}\n' for i in range(rows)))
+    for step in (5, 10, 15):
+        write_checkpoint(folder.checkpoints_path, step)
+    folder.write_summary({"status": "stopped"})
+    folder.close()
+    return folder.path
+
+
+def resume(run_dir, model, step=None, config=None):
+    folder = RunFolder.resume(run_dir)
+    try:
+        return take_up(folder, config or Config(), model, step)
+    finally:
+        folder.close()
+
+
+def snapshot(run_dir: Path) -> dict[str, bytes | str | None]:
+    """Everything in the folder but the lock."""
+    return {
+        path.relative_to(run_dir).as_posix(): (
+            str(path.readlink())
+            if path.is_symlink()
+            else path.read_bytes()
+            if path.is_file()
+            else None
+        )
+        for path in run_dir.rglob("*")
+        if path.name != ".lock"
+    }
+
+
+def steps(run_dir: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(run_dir / "checkpoints")]
+
+
+def num_rows(run_dir: Path) -> dict[str, int]:
+    return {name: RunFolder.look(run_dir).num_rows()[name] for name in CUT_FILES}
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_the_newest_is_taken_by_itself(run_dir, model):
+    point = resume(run_dir, model)
+    assert point.folder == run_dir / "checkpoints" / "step_000015"
+    assert point.control == control_state(15)
+    assert num_rows(run_dir) == {"metrics": 15, "validations": 0, "samples": 60}
+    assert steps(run_dir) == ["step_000015", "step_000010", "step_000005"]
+    superseded = {path.name for path in (run_dir / "superseded").iterdir()}
+    assert superseded == {
+        "metrics.1.jsonl",
+        "validations.1.jsonl",
+        "samples.1.jsonl",
+        "summary.1.json",
+    }
+
+
+def test_a_named_one_is_taken_and_what_is_newer_moves_out_of_the_story(run_dir, model, capsys):
+    before = {name: (run_dir / f"{name}.jsonl").read_text() for name in CUT_FILES}
+    point = resume(run_dir, model, step=5)
+    assert point.folder == run_dir / "checkpoints" / "step_000005"
+    assert steps(run_dir) == ["step_000005"]
+    assert (run_dir / "checkpoints" / "latest").resolve().name == "step_000005"
+    assert num_rows(run_dir) == {"metrics": 5, "validations": 0, "samples": 20}
+    superseded = run_dir / "superseded"
+    for name in CUT_FILES:
+        rest = (superseded / f"{name}.1.jsonl").read_text()
+        assert (run_dir / f"{name}.jsonl").read_text() + rest == before[name]
+    # They are whole still: moved back, they can be resumed from.
+    for step in (10, 15):
+        moved = superseded / f"step_{step:06d}.1"
+        moved.rename(superseded / f"step_{step:06d}")
+        assert read_checkpoint(superseded / f"step_{step:06d}").step == step
+    err = capsys.readouterr().err
+    assert "step_000015 is newer; it lies in" in err
+    # The same steps, reached again, supersede nothing that lies there.
+    write_checkpoint(run_dir / "checkpoints", 10)
+    assert resume(run_dir, model, step=5) is not None
+    assert (superseded / "step_000010.1").is_dir()
+
+
+def test_a_step_without_checkpoint_is_told_which_there_are(run_dir, model):
+    before = snapshot(run_dir)
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 7; there are: 5, 10, 15$"):
+        resume(run_dir, model, step=7)
+    assert snapshot(run_dir) == before
+
+
+def test_a_broken_named_one_is_an_error_that_offers_another(run_dir, model):
+    flip(run_dir / "checkpoints/step_000010/hf/config.json")
+    before = snapshot(run_dir)
+    expected = r"step_000010/hf/config\.json.*SHA-256 differs.*is of step 15 \(--from 15\)"
+    with pytest.raises(CheckpointError, match=expected):
+        resume(run_dir, model, step=10)
+    assert snapshot(run_dir) == before
+
+
+def test_by_itself_the_previous_good_one_is_taken_and_said(run_dir, model, capsys):
+    flip(run_dir / "checkpoints/step_000015/control.json")
+    assert resume(run_dir, model).folder.name == "step_000010"
+    err = capsys.readouterr().err
+    assert "passed over a broken checkpoint" in err
+    assert "step_000015/control.json" in err
+    assert "going on from the previous good one: step 10" in err
+    assert steps(run_dir) == ["step_000010", "step_000005"]
+    assert (run_dir / "superseded/step_000015.1/control.json").is_file()
+
+
+def test_if_none_is_whole_nothing_is_touched(run_dir, model):
+    for step in (5, 10, 15):
+        flip(run_dir / f"checkpoints/step_{step:06d}/control.json")
+    before = snapshot(run_dir)
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        resume(run_dir, model)
+    with pytest.raises(CheckpointError, match="no other is whole"):
+        resume(run_dir, model, step=5)
+    assert snapshot(run_dir) == before
+
+
+def test_without_any_checkpoint_the_run_begins_again(run_dir, model, capsys):
+    for path in list_checkpoints(run_dir / "checkpoints"):
+        path.rename(run_dir / path.name)
+    assert resume(run_dir, model) is None
+    assert num_rows(run_dir) == dict.fromkeys(CUT_FILES, 0)
+    assert "starts from the beginning" in capsys.readouterr().err
+
+
+def test_a_structural_key_cannot_change(run_dir, model):
+    before = snapshot(run_dir)
+    config = replace(Config(), rollout=replace(Config().rollout, n=Config().rollout.n + 1))
+    with pytest.raises(CheckpointError, match=r"cannot change rollout\.n="):
+        resume(run_dir, model, config=config)
+    assert snapshot(run_dir) == before
+    assert structure(config) != structure(Config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "hidden_size 128, not 64"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers 3, not 4"),
+        ({"vocab_size": 17}, "vocab_size 16, not 17"),
+        ({"model_type": "qwen2"}, "model_type 'llama', not 'qwen2'"),
+        ({"tokenizer": {**TOKENIZER, "model": {"vocab": {"b": 0, "a": 1}}}}, "another vocabulary"),
+    ],
+)
+def test_another_model_is_refused(run_dir, tmp_path, changes, message):
+    other = make_model(tmp_path / "other", **changes)
+    before = snapshot(run_dir)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        resume(run_dir, other)
+    assert "step_000015: is of another model than model.path" in str(caught.value)
+    assert snapshot(run_dir) == before
+
+
+def test_the_same_model_elsewhere_is_not_another(run_dir, tmp_path):
+    tokenizer = {**TOKENIZER, "truncation": None}
+    moved = make_model(tmp_path / "moved", tokenizer=tokenizer, eos_token_id=[2, 3], use_cache=True)
+    assert resume(run_dir, moved) is not None
+
+
+def test_missing_rows_are_found_before_anything_moves(run_dir, model):
+    (run_dir / "samples.jsonl").write_text('{"row": 0}\n')
+    before = snapshot(run_dir)
+    with pytest.raises(RecordError, match="has 1 lines, but the checkpoint knew 20"):
+        resume(run_dir, model, step=5)
+    assert snapshot(run_dir) == before
+
+
+def test_a_resume_that_is_cut_off_can_be_done_again(run_dir, model, monkeypatch):
+    whole = run_dir.parent / "whole"
+    shutil.copytree(run_dir, whole, symlinks=True)
+    disk = Disk(monkeypatch)
+    disk.arm(0)
+    resume(run_dir, model, step=5)
+    total = len(disk.trace)
+    assert total > 10
+    for fail_at in range(1, total + 1):
+        disk.arm(0)
+        shutil.rmtree(run_dir)
+        shutil.copytree(whole, run_dir, symlinks=True)
+        disk.arm(fail_at, CrashError)
+        with pytest.raises(CrashError):
+            resume(run_dir, model, step=5)
+        disk.arm(0)
+        assert resume(run_dir, model, step=5).control["train"]["step"] == 5
+        assert steps(run_dir) == ["step_000005"]
+        assert num_rows(run_dir) == {"metrics": 5, "validations": 0, "samples": 20}
+        moved = sorted(path.name for path in (run_dir / "superseded").glob("step_*"))
+        assert moved == ["step_000010.1", "step_000015.1"]
+        # By itself, too, whatever was moved already.
+        shutil.rmtree(run_dir)
+        shutil.copytree(whole, run_dir, symlinks=True)
+        disk.arm(fail_at, CrashError)
+        with pytest.raises(CrashError):
+            resume(run_dir, model, step=5)
+        disk.arm(0)
+        step = resume(run_dir, model).control["train"]["step"]
+        assert num_rows(run_dir)["metrics"] == step
