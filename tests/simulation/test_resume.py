@@ -35,10 +35,15 @@ def trained_steps(run: SimRun) -> list[int]:
     return [row["step"] for row in run.recorder.rows("metrics")]
 
 
-def check_story(config, settings, run: SimRun, folder) -> None:
-    """The records of all lives together read as those of one run."""
+def check_audited(config, settings, run: SimRun, folder) -> None:
+    """The run as a folder keeps its contract, and reads as one story."""
     write_run(config, settings, run, folder)
     assert audit(folder) == []
+    check_story(config, run)
+
+
+def check_story(config, run: SimRun) -> None:
+    """The records of all lives together read as those of one run."""
     check_staleness(config, run)
     check_validations(config, run)
     run.trained.clear()  # they are those of the last life only
@@ -63,7 +68,7 @@ def test_stopped_and_resumed(mode, stop_at_s, tmp_path):
     assert run.ended_s - stop_at_s <= config.health.shutdown_timeout_s
     write_run(config, settings, run, tmp_path / "stopped")
     assert audit(tmp_path / "stopped") == []
-    check_story(config, settings, finish(config, settings, run), tmp_path / "done")
+    check_audited(config, settings, finish(config, settings, run), tmp_path / "done")
 
 
 @pytest.mark.parametrize("mode", FIELD_MODES)
@@ -76,7 +81,7 @@ def test_killed_at_random_moments_and_resumed(mode, tmp_path):
         try:
             for _ in range(rng.choice([1, 1, 3])):
                 run = simulate(config, settings, run=run, kill_at_s=rng.uniform(1.0, 60.0))
-            check_story(config, settings, finish(config, settings, run), tmp_path / str(seed))
+            check_audited(config, settings, finish(config, settings, run), tmp_path / str(seed))
         except BaseException as error:
             error.add_note(f"seed {seed}: {config}\n{settings}")
             raise
