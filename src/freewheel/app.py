@@ -288,7 +288,9 @@ class _Run:
     def _take_block(self, block: Block, controller: Controller, reporter: HangReporter) -> None:
         """The control plane's own loop is blocked. In the watch's thread: the loop cannot help."""
         health = self._config.health
-        self._recorder.event("loop_blocked", cause=block.sentence(), call=block.call)
+        self._recorder.event(
+            "loop_blocked", process="control-plane", cause=block.sentence(), call=block.call
+        )
         if block.blocked_s < 2 * health.loop_blocked_s:
             reporter.write("event-loop", {"summary.txt": block.sentence()})
         if block.blocked_s >= health.loop_blocked_end_s:

@@ -20,6 +20,7 @@
     ├── RecordError                    11   the run's records cannot be written or read
     ├── NoScoreError                   12   `freewheel validate` scored no trial
     └── RolloutError                    -   one rollout failed: data, never the end of a run
+        └── ToolTimeoutError
 
 130 and 143 are the shell's codes for SIGINT and SIGTERM.
 """
@@ -166,3 +167,7 @@ class RolloutError(FreewheelError):
     def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureClass, str]]:
         """Both arguments: by default only an exception's message goes to another process."""
         return type(self), (self.failure, str(self))
+
+
+class ToolTimeoutError(RolloutError):
+    """A tool did not return in time. The environment may catch it, and tell the model."""

@@ -60,17 +60,28 @@ class HangReporter:
     async def report(self, stall: Stall) -> None:
         """Write a report; at most `REPORT_TIMEOUT_S`. Never raises for what it could not write."""
         now_s = asyncio.get_running_loop().time()
+        waits = json.dumps([asdict(wait) for wait in stall.waits], indent=1)
+        path = await self._write_in_time(stall.stage, _summary(stall, now_s), waits=waits)
+        self._recorder.event("stalled", stage=stall.stage, cause=stall.sentence(), report=str(path))
+
+    async def report_block(self, process: str, cause: str) -> None:
+        """Write a report on a worker process whose event loop is blocked; as `report`."""
+        path = await self._write_in_time(f"{process}-loop", f"{cause}.")
+        self._recorder.event("hang_report", process=process, report=str(path))
+
+    async def _write_in_time(
+        self, name: str, summary: str, *, waits: str | None = None
+    ) -> Path | None:
         content = {
-            "summary.txt": _summary(stall, now_s),
-            "waits.json": json.dumps([asdict(wait) for wait in stall.waits], indent=1),
+            "summary.txt": summary,
             "state.json": json.dumps(self._state(), indent=1, default=str),
             "stacks/control-plane-tasks.txt": describe_tasks(asyncio.get_running_loop()),
+            **({} if waits is None else {"waits.json": waits}),
         }
-        path: Path | None = None
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(REPORT_TIMEOUT_S):
-                path = await self._thread.run(self.write, stall.stage, content)
-        self._recorder.event("stalled", stage=stall.stage, cause=stall.sentence(), report=str(path))
+                return await self._thread.run(self.write, name, content)
+        return None
 
     def write(self, name: str, content: Mapping[str, str]) -> Path:
         """Write texts, events and stacks into a new folder. Blocks; for a thread.

@@ -14,6 +14,7 @@ from freewheel.types import (
     GenerationRequest,
     GroupRequest,
     GroupResult,
+    LoopReport,
     PromptInfo,
     Ref,
     ReplicaStats,
@@ -25,7 +26,19 @@ from freewheel.types import (
 )
 
 
-class Replica(Protocol):
+class Watched(Protocol):
+    """A worker process whose event loops are watched from inside."""
+
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """Reports of blocked loops with a higher number than `after`, oldest first.
+
+        Waits at most `wait_s` for the first one. Answers while the process's serving loop is
+        blocked; no answer means that nothing in the process can run.
+        """
+        ...
+
+
+class Replica(Watched, Protocol):
     """One copy of an inference engine in a process of its own."""
 
     @property
@@ -84,7 +97,7 @@ class Generator(Protocol):
         ...
 
 
-class RolloutWorker(Protocol):
+class RolloutWorker(Watched, Protocol):
     """A process in which user code runs: data, environments, rewards."""
 
     @property
@@ -129,6 +142,11 @@ class RolloutWorker(Protocol):
 
 class Trainer(Protocol):
     """The training side: one process or several ranks that act as one."""
+
+    @property
+    def processes(self) -> Sequence[Watched]:
+        """Its processes, by rank."""
+        ...
 
     @property
     def waiting_for(self) -> str:

@@ -8,7 +8,7 @@ data that lives between workers; the control plane passes it on and never looks 
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -254,3 +254,27 @@ class ReplicaStats:
     num_generated_tokens: int
     num_prompt_tokens: int = 0
     extra: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopReport:
+    """What a worker process says of one of its event loops.
+
+    Attributes:
+        number: counts the reports of the process, from 1.
+        loop: `serving`, or the name of a loop of user code.
+        state: `blocked`, again and again while it lasts; `turned`, when it is over; `given_up`,
+            when the rollouts on a loop of user code were ended: the process wants to be replaced.
+        blocked_s: for how long it has been, or was, blocked.
+        cause: the block in one sentence, with the frame; empty when it is over.
+        call: the innermost frame of all, the call that blocks.
+        sample_id: the rollout whose code blocks, where that is known.
+    """
+
+    number: int = 0
+    loop: str
+    state: Literal["blocked", "turned", "given_up"]
+    blocked_s: float
+    cause: str = ""
+    call: str = ""
+    sample_id: str = ""

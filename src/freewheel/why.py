@@ -65,7 +65,7 @@ def explain(folder: RunFolder, *, now_s: float | None = None) -> Explanation:
 
 def _explain_end(folder: RunFolder, summary: dict[str, object]) -> Explanation:
     code = int(str(summary["exit_code"]))
-    reports = tuple(f"report: {path}" for path in _reports(folder))
+    reports = _reports(folder)
     if summary["status"] == "completed":
         done = f"It completed {summary['steps']} steps."
         return Explanation(
@@ -102,14 +102,14 @@ def _explain_killed(folder: RunFolder, last: LastStatus, now_s: float) -> Explan
             f"To go on: freewheel resume {folder.path} "
             f"({'no checkpoint yet' if saved is None else f'newest checkpoint: step {saved}'})"
         ),
-        details=(*_waits(last.status), *(f"report: {path}" for path in _reports(folder))),
+        details=(*_waits(last.status), *_reports(folder)),
     )
 
 
 def _explain_live(folder: RunFolder, last: LastStatus, now_s: float) -> Explanation:
     status, silent_s = last.status, now_s - last.updated
     doing = f"It is {status.phase}: step {status.step}, policy version {status.policy_version}."
-    details = (*_waits(status), *(f"report: {path}" for path in _reports(folder)))
+    details = (*_waits(status), *_reports(folder))
     if silent_s > SILENT_S:
         return Explanation(
             doing=doing,
@@ -153,6 +153,16 @@ def _describe(wait: Wait, wall_s: float) -> str:
     return f"{wait.waiter} waits for {wait.resource}, for {duration(lasted_s)}{holder}"
 
 
-def _reports(folder: RunFolder) -> list[Path]:
+def _reports(folder: RunFolder) -> tuple[str, ...]:
+    """The hang reports, oldest first, each with its first sentence."""
     root = folder.path / "hang"
-    return sorted(root.iterdir()) if root.is_dir() else []
+    paths = sorted(root.iterdir()) if root.is_dir() else []
+    return tuple(f"report: {path}{_first_line(path / 'summary.txt')}" for path in paths)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return f": {lines[0]}" if lines else ""

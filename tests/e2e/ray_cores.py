@@ -5,6 +5,7 @@ what a group does, so that a test says in the request what it wants to happen.
 """
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import threading
@@ -26,7 +27,7 @@ from freewheel.types import (
     Trajectory,
 )
 
-TRAIN, HANG_IN_ENGINE, USER_ERROR, ROLLOUT_ERROR, BIG, SPAWN, ENGINE_ERROR, SPIN = range(8)
+TRAIN, HANG_IN_ENGINE, USER_ERROR, ROLLOUT_ERROR, BIG, SPAWN, ENGINE_ERROR, SPIN, HOLD = range(9)
 BIG_TOKENS = 1_000_000
 
 
@@ -95,7 +96,7 @@ def _generation(request, version):
 
 
 class Worker:
-    def __init__(self, config, model_path, worker_id):
+    def __init__(self, config, model_path, worker_id, *, on_loop_report):
         self.worker_id = worker_id
 
     async def start(self):
@@ -114,6 +115,8 @@ class Worker:
             raise RolloutError(FailureClass.REWARD, "reward of 3 asked for")
         if kind == SPIN:
             time.sleep(60)  # noqa: TID251, ASYNC251  # user code that blocks its loop
+        if kind == HOLD:
+            ctypes.PyDLL(None).sleep(60)  # native code that keeps the interpreter's lock
         spawned = _spawn() if kind == SPAWN else None
         generations = await generator.generate(
             [

@@ -5,7 +5,7 @@ import signal
 import psutil
 import pytest
 
-from tests.e2e.runs import ROOT, start
+from tests.e2e.runs import ROOT, freewheel, start
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +31,7 @@ def worker(live, name):
     raise AssertionError(f"no process of {name}: {live.started}")
 
 
-@pytest.mark.parametrize("environment", ["NeverReturns", "SleepsOnTheLoop", "IgnoresCancellation"])
+@pytest.mark.parametrize("environment", ["NeverReturns", "IgnoresCancellation"])
 def test_a_rollout_that_hangs_gives_its_slot_back_at_its_deadline(tmp_path, environment):
     live = start(
         tmp_path,
@@ -46,10 +46,50 @@ def test_a_rollout_that_hangs_gives_its_slot_back_at_its_deadline(tmp_path, envi
     assert (hung["status"], hung["failure"]) == ("failed", "timeout")
     assert hung["ended_s"] - hung["started_s"] < 6 + 5
     assert f"blocking_environment:{environment}" in hung["message"]
-    if environment == "SleepsOnTheLoop":
-        assert "blocking_environment.py" in hung["message"]
-        return  # whatever shares the loop with it is cut off, too
     assert {rows[f"2-{i}"]["status"] for i in (0, 2, 3)} == {"trained"}
+
+
+def test_a_rollout_that_blocks_its_loop_is_named_and_its_worker_replaced(tmp_path):
+    changes = quick(rollout={"environment": "blocking_environment:SleepsOnTheLoop"})
+    # The block ends the rollout, not its deadline.
+    changes["rollout"]["timeout_s"] = 20
+    finished = start(tmp_path, changes, python_path=USER_CODE).finish()
+    assert finished.code == 0, finished.err
+    first = finished.events("loop_blocked")[0]
+    assert (first["process"], first["sample_id"]) == ("rollout-worker-0", "2-1")
+    assert "time.sleep(60)" in first["cause"]
+    assert "blocking_environment.py" in first["cause"]
+    # health.loop_blocked_s, and the 1 s within which a watch is to notice.
+    assert 1 <= first["blocked_s"] < 1 + 1
+    rows = {row["sample_id"]: row for row in finished.rows("samples")}
+    hung = rows["2-1"]
+    assert (hung["status"], hung["failure"]) == ("failed", "timeout")
+    for part in ("blocking_environment:SleepsOnTheLoop", "in run", "time.sleep(60)", "2-1", "4 s"):
+        assert part in hung["message"]
+    assert {rows[f"2-{i}"]["status"] for i in (0, 2, 3)} == {"trained"}
+    assert finished.summary["failures"] == {"timeout": 1}
+    assert finished.summary["restarts"] == 1
+    (lost,) = finished.events("worker_lost")
+    assert "time.sleep(60)" in lost["cause"]
+    reports = [path for path in (finished.folder / "hang").iterdir() if "worker" in path.name]
+    assert "time.sleep(60)" in (reports[0] / "summary.txt").read_text()
+    assert "time.sleep(60)" in freewheel("why", str(finished.folder)).stdout
+
+
+def test_a_rollout_worker_whose_interpreter_is_held_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("BLOCKED_ONCE", str(tmp_path / "blocked"))
+    changes = quick(rollout={"environment": "blocking_environment:HoldsTheLock"})
+    changes["rollout"]["timeout_s"] = 40
+    finished = start(tmp_path, changes, python_path=USER_CODE).finish()
+    assert finished.code == 0, finished.err
+    silent = [row for row in finished.events("loop_blocked") if row["call"] == "no answer"]
+    assert {row["process"] for row in silent} == {"rollout-worker-0"}
+    (lost,) = finished.events("rollout_worker_lost")
+    assert "native code holds the interpreter's lock" in lost["reason"]
+    assert finished.summary["restarts"] == 1
+    assert finished.summary["samples"]["failed"] == 0
+    rows = {row["sample_id"]: row for row in finished.rows("samples")}
+    assert {rows[f"2-{i}"]["status"] for i in range(4)} == {"trained"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

@@ -1,6 +1,7 @@
 """A tokenizer of bytes with a chat template, and an engine that does what a test tells it."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from freewheel.config.sections import Config, DataConfig, RolloutConfig
+from freewheel.config.sections import Config, DataConfig, HealthConfig, RolloutConfig
 from freewheel.errors import ReplicaLostError
 from freewheel.rollout.worker import RolloutWorkerCore
 from freewheel.types import (
@@ -21,6 +22,7 @@ from freewheel.types import (
     SamplingParams,
     Split,
 )
+from tests.unit import rollout_usercode as user
 
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
@@ -104,8 +106,13 @@ def config_for(folder: Path, rows, **rollout) -> Config:
     data = {k.removeprefix("data_"): rollout.pop(k) for k in list(rollout) if k.startswith("data_")}
     path = folder / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
+    health = HealthConfig(**rollout.pop("health", {}))
     values = {"max_prompt_length": 200, "max_response_length": 200, **rollout}
-    return Config(data=DataConfig(train_files=str(path), **data), rollout=RolloutConfig(**values))
+    return Config(
+        data=DataConfig(train_files=str(path), **data),
+        rollout=RolloutConfig(**values),
+        health=health,
+    )
 
 
 def group_request(num_members=2, *, max_tokens=200, timeout_s=20.0, **fields) -> GroupRequest:
@@ -127,10 +134,38 @@ def group_request(num_members=2, *, max_tokens=200, timeout_s=20.0, **fields) ->
 class Bench:
     """A started worker and the tokenizer, for a test's use."""
 
-    def __init__(self, worker: RolloutWorkerCore, encode, decode) -> None:
+    def __init__(self, worker: RolloutWorkerCore, encode, decode, reports=()) -> None:
         self.worker = worker
+        self.reports = reports
         self.encode = encode
         self.decode = decode
 
     def engine(self, answer) -> FakeEngine:
         return FakeEngine(answer, self.encode)
+
+
+@contextlib.asynccontextmanager
+async def open_bench(folder, tokenizer, rows, *, environment="single_turn", **rollout):
+    """A started worker; environments are of `rollout_usercode`."""
+    if environment != "single_turn" and ":" not in environment:
+        environment = f"{user.__name__}:{environment}"
+    config = config_for(folder, rows, environment=environment, **rollout)
+    reports = []
+    worker = RolloutWorkerCore(config, tokenizer, 0, on_loop_report=reports.append)
+    await worker.start()
+    renderer = worker._services.renderer
+    try:
+        yield Bench(worker, lambda text: renderer.text(text).tolist(), renderer.decode, reports)
+    finally:
+        user.RELEASE.set()
+        await worker.close()
+
+
+async def until(condition, limit_s=5.0):
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110  # conditions in other threads
+            await asyncio.sleep(0.01)
+
+
+def failures(outcomes):
+    return [outcome.failure for outcome in outcomes]

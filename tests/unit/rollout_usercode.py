@@ -1,10 +1,11 @@
 """What users write, for the tests: good, bad and ugly."""
 
 import asyncio
+import functools
 import sys
 import threading
 
-from freewheel.rollout import Episode, RewardResult, SyncEpisode
+from freewheel.rollout import Episode, RewardResult, SyncEpisode, ToolTimeoutError
 
 RELEASE = threading.Event()
 """Set at the end of each test, so that what ignores its cancellation ends at last."""
@@ -153,6 +154,31 @@ class Blocking:
         return 1.0
 
 
+class BlockingLater:
+    """One rollout blocks the event loop, in a task of its own, while the others generate."""
+
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        if episode.sample_id == "s0":
+            await asyncio.sleep(0.2)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._block())
+        await episode.generate("more")
+        return 1.0
+
+    async def _block(self) -> None:
+        wait_blocking()
+
+
+class BlocksForAMoment:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        if episode.sample_id == "s0":
+            wait_blocking(0.7)
+        SEEN.append(threading.current_thread().name)
+        return 1.0
+
+
 class BlockingSync:
     def run(self, episode: SyncEpisode) -> float:
         episode.generate()
@@ -163,6 +189,119 @@ class BlockingSync:
             except Exception as error:
                 SEEN.append(str(error))
                 raise
+        return 1.0
+
+
+async def blocking_async_reward(response, ground_truth):
+    wait_blocking()
+    return 1.0
+
+
+class HidesARewardThatBlocks:
+    def run(self, episode: SyncEpisode) -> float:
+        text = episode.generate().text
+        try:
+            return episode.reward(text).reward
+        except Exception:  # noqa: BLE001  # what is tested
+            return 0.0
+
+
+def add(a, b):
+    SEEN.append(threading.current_thread().name)
+    return a + b
+
+
+async def add_async(a, b):
+    await asyncio.sleep(0)
+    return add(a, b)
+
+
+def hidden_async(a, b):
+    """Looks sync, is async."""
+    return add_async(a, b)
+
+
+def blocking_tool(limit_s=30.0):
+    wait_blocking(limit_s)
+
+
+async def tool_that_blocks_its_loop():
+    wait_blocking()
+
+
+async def tool_that_waits():
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        SEEN.append("tool cancelled")
+        raise
+
+
+def raising_tool():
+    raise LookupError("no such page")
+
+
+def exiting_tool():
+    sys.exit(3)
+
+
+TOOLS = (blocking_tool, tool_that_blocks_its_loop, tool_that_waits, raising_tool, exiting_tool)
+
+
+class UsesTools:
+    async def run(self, episode: Episode) -> float:
+        turn = await episode.generate()
+        results = [await episode.call_tool(tool, 2, 3) for tool in (add, add_async, hidden_async)]
+        results.append(await episode.call_tool(functools.partial(add, b=4), 1))
+        await episode.generate([{"role": "tool", "content": f"{turn.text} {results}"}])
+        return sum(results)
+
+
+class SyncUsesTools:
+    def run(self, episode: SyncEpisode) -> float:
+        episode.generate()
+        return sum(episode.call_tool(tool, 2, 3) for tool in (add, add_async, hidden_async))
+
+
+class CallsTool:
+    """Calls the tool that the ground truth names; catches its time-out where `n` is 1."""
+
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        tool = next(tool for tool in TOOLS if tool.__name__ == episode.ground_truth)
+        try:
+            await episode.call_tool(tool)
+        except ToolTimeoutError as error:
+            if episode.extra["n"] != 1:
+                raise
+            await episode.generate([{"role": "tool", "content": str(error)}])
+            return 0.5
+        return 1.0
+
+
+class CallsToolOfItsOwnLimit:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        await episode.call_tool(blocking_tool, name="search", timeout_s=0.2)
+        return 1.0
+
+
+class CatchesWhatAToolRaises:
+    def run(self, episode: SyncEpisode) -> float:
+        episode.generate()
+        try:
+            episode.call_tool(raising_tool)
+        except LookupError as error:
+            SEEN.append(str(error))
+        return 0.25
+
+
+class LeavesAToolBehind:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        task = asyncio.get_running_loop().create_task(episode.call_tool(tool_that_waits))
+        SEEN.append(task)
+        await asyncio.sleep(0.1)
         return 1.0
 
 

@@ -1,5 +1,4 @@
 import asyncio
-import contextlib
 import dataclasses
 import time
 
@@ -12,10 +11,12 @@ from freewheel.types import DatasetInfo, Purpose, Split
 from tests.unit import rollout_usercode as user
 from tests.unit.rollout_fakes import (
     END,
-    Bench,
     config_for,
+    failures,
     generation,
     group_request,
+    open_bench,
+    until,
     write_tokenizer,
 )
 
@@ -40,31 +41,10 @@ def _release():
 
 @pytest.fixture
 def bench(tmp_path, tokenizer):
-    @contextlib.asynccontextmanager
-    async def make(rows=ROWS, *, environment="single_turn", reward="exact_match", **rollout):
-        if environment != "single_turn":
-            environment = f"{HERE}:{environment}"
-        config = config_for(tmp_path, rows, environment=environment, reward=reward, **rollout)
-        worker = RolloutWorkerCore(config, tokenizer, 0)
-        await worker.start()
-        renderer = worker._services.renderer
-        try:
-            yield Bench(worker, lambda text: renderer.text(text).tolist(), renderer.decode)
-        finally:
-            user.RELEASE.set()
-            await worker.close()
+    def make(rows=ROWS, **settings):
+        return open_bench(tmp_path, tokenizer, rows, **settings)
 
     return make
-
-
-async def until(condition, limit_s=5.0):
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110  # conditions in other threads
-            await asyncio.sleep(0.01)
-
-
-def failures(outcomes):
-    return [outcome.failure for outcome in outcomes]
 
 
 async def test_start_and_prepare(tmp_path, tokenizer):

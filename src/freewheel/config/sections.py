@@ -100,6 +100,9 @@ class RolloutConfig:
     with class `timeout` and gives its slot back."""
     reward_timeout_s: Seconds = 60.0
     """Wall-clock limit of one reward call, within `timeout_s`."""
+    tool_timeout_s: Seconds = 60.0
+    """Wall-clock limit of one tool call (`Episode.call_tool`), within `timeout_s`, unless the call
+    names its own. At it the environment gets a `ToolTimeoutError`."""
     min_group_size: CountOrZero = 0
     """A group with failed members is trained if at least so many finished; otherwise it counts as
     failed and is replaced. 0: half of `n`, rounded up, at least 2."""
@@ -373,9 +376,13 @@ class HealthConfig:
     """A replica that has requests to work on and has produced no token for so long, or that does
     not answer for so long while rollouts hold it, is replaced."""
     loop_blocked_s: Seconds = 5.0
-    """An event loop that has not turned for so long is reported, with the frame that blocks it."""
+    """An event loop of any process that has not turned for so long is reported, with the frame that
+    blocks it; in a rollout worker, new calls of user code go to another loop."""
     loop_blocked_end_s: Seconds = 60.0
-    """The control plane's event loop has not turned for so long: the run is ended from outside."""
+    """An event loop has not turned for so long. The control plane's: the run is ended from outside.
+    One of user code in a rollout worker: the rollout that blocks it fails with class `timeout`, the
+    others on it run again elsewhere, and the worker is replaced when its groups are done. The
+    rollout worker's own, or the worker does not answer at all: it is replaced at once."""
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
     shutdown_timeout_s: Seconds = 30.0

@@ -18,6 +18,7 @@ from freewheel.control.feed import Feed
 from freewheel.control.group_runner import GroupRunner
 from freewheel.control.ledger import Ledger
 from freewheel.control.pool import Pool
+from freewheel.control.process_watch import ProcessWatch
 from freewheel.control.replica_health import ReplicaHealth
 from freewheel.control.replica_loop import ReplicaLoop
 from freewheel.control.restarts import Restarts
@@ -39,7 +40,7 @@ from freewheel.errors import (
     NoScoreError,
     RecordError,
 )
-from freewheel.protocols import Backend, CheckpointStore, Recorder
+from freewheel.protocols import Backend, CheckpointStore, Recorder, Watched
 from freewheel.status import RunStatus
 from freewheel.types import Split, Weights
 
@@ -351,8 +352,19 @@ class Controller:
     def _health_loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         """What watches the others; with a reporter only, as they keep a virtual clock going."""
         action = self.config.health.watchdog
-        if self._reporter is None or action == "off":
+        if self._reporter is None:
             return {}
+        processes = ProcessWatch(
+            processes=self._processes,
+            workers=self.workers,
+            health=self.config.health,
+            waits=self.waits,
+            recorder=self._recorder,
+            reporter=self._reporter,
+            changed=self.pool.changed,
+        )
+        if action == "off":
+            return {"process-watch": processes.run()}
         watch = Watchdog(self._stages, action=action, waits=self.waits, reporter=self._reporter)
         replicas = ReplicaHealth(
             pool=self.pool,
@@ -360,7 +372,20 @@ class Controller:
             waits=self.waits,
             recorder=self._recorder,
         )
-        return {"watch": watch.run(), "replica-health": replicas.run()}
+        return {
+            "watch": watch.run(),
+            "replica-health": replicas.run(),
+            "process-watch": processes.run(),
+        }
+
+    def _processes(self) -> dict[str, Watched]:
+        """The worker processes that are up, by name."""
+        # The first version is out when the trainer is up.
+        ranks = self.trainer.processes if self.store.latest is not None else ()
+        workers = {f"rollout-worker-{s.worker_id}": s.worker for s in self.workers.slots}
+        replicas = {f"replica-{s.replica_id}": s.replica for s in self.pool.slots.values()}
+        up = {name: process for name, process in {**workers, **replicas}.items() if process}
+        return {**up, **{f"trainer-{rank}": process for rank, process in enumerate(ranks)}}
 
     async def _guard(
         self, name: str, loop: Coroutine[Any, Any, None], *, may_end: bool = False

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 from freewheel.config.sections import Config
 from freewheel.control.feed import Feed
@@ -19,6 +19,9 @@ from freewheel.control.staleness import StalenessBound
 from freewheel.control.waits import Signal, WaitTable
 from freewheel.errors import DataError, FailureClass, InvariantError, StalledError
 from freewheel.types import RolloutOutcome, SamplingParams, Split
+
+_LOST_WORKERS_TOGETHER = 2
+"""A group that has lost its worker so often runs apart from others that have."""
 
 
 class Admission:
@@ -131,6 +134,8 @@ class Rollouter:
         self._running: set[int] = set()
         self._again: deque[Group] = deque()
         self._prompts_ended = False
+        self._apart = asyncio.Lock()
+        self._runs_apart = "rollouter"
         self.num_finished_samples = 0
         self.num_finished_tokens = 0
         self._config = config
@@ -244,14 +249,31 @@ class Rollouter:
         pending = group.unfinished()
         self._running.add(group.group_id)
         try:
-            while pending:
-                await self._run_members(group, lease, pending)
-                pending = self._to_retry(group, pending, failures)
-                if pending:
-                    lease = await self._lease_again(group)
+            await self._run_members(group, lease, pending)
+            while pending := self._to_retry(group, pending, failures):
+                if _lost_workers(failures) >= _LOST_WORKERS_TOGETHER:
+                    await self._run_apart(group, pending)
+                else:
+                    await self._run_members(group, await self._lease_again(group), pending)
         finally:
             self._running.discard(group.group_id)
         self._settle(group)
+
+    async def _run_apart(self, group: Group, pending: list[int]) -> None:
+        """Another attempt, while no other group has one of this kind.
+
+        One of several groups may take the worker down each time. Together again, all of them
+        would spend all their retries for it.
+        """
+        name = f"group-{group.group_id}"
+        async with AsyncExitStack() as turn:
+            with self._waits.waiting(name, "its turn to run apart", held_by=self._apart_names):
+                await turn.enter_async_context(self._apart)
+            self._runs_apart = name
+            await self._run_members(group, await self._lease_again(group), pending)
+
+    def _apart_names(self) -> list[str]:
+        return [self._runs_apart]
 
     async def _run_members(self, group: Group, lease: Lease, indices: Sequence[int]) -> None:
         members = self._ledger.begin_attempt(group, indices, self._seed)
@@ -330,6 +352,12 @@ def derive_seed(*parts: int | str) -> int:
     """A seed of 63 bits from the run's seed and ids; the same in every process and version."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _lost_workers(failures: Counter[tuple[int, FailureClass]]) -> int:
+    """How often a member lost its worker, the most of all members."""
+    lost = [n for (_, failure), n in failures.items() if failure is FailureClass.LOST_WORKER]
+    return max(lost, default=0)
 
 
 def _all_equal(outcomes: Sequence[RolloutOutcome]) -> bool:

@@ -26,7 +26,7 @@ from freewheel.errors import (
     TrajectoriesLostError,
     WeightsLostError,
 )
-from freewheel.protocols import Recorder, Trainer
+from freewheel.protocols import Recorder, Trainer, Watched
 from freewheel.types import Ref, TrainerInfo, TrainRequest, TrainResult, Weights
 
 T = TypeVar("T")
@@ -106,6 +106,11 @@ class TrainerKeeper:
         self._carried: dict[int, set[int]] = {}
         self._published: _Published | None = None
         self._step = 0
+
+    @property
+    def processes(self) -> Sequence[Watched]:
+        """The processes of the present trainer, by rank; none while it is being replaced."""
+        return () if self.is_replacing else self._trainer.processes
 
     @property
     def waiting_for(self) -> str:

@@ -64,10 +64,14 @@ class Stall:
 
 
 class Reporter(Protocol):
-    """Keeps the evidence of a stall."""
+    """Keeps the evidence of a stall, or of a blocked event loop."""
 
     async def report(self, stall: Stall) -> None:
         """Write the report. Returns within seconds; never raises."""
+        ...
+
+    async def report_block(self, process: str, cause: str) -> None:
+        """Write a report on a worker whose loop is blocked. As `report` in all else."""
         ...
 
 

@@ -14,11 +14,16 @@ _FILES = {Split.TRAIN: "data.train_files", Split.VALIDATION: "data.val_files"}
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerSlot:
-    """One rollout worker as the control plane sees it. `worker` is None while there is none."""
+    """One rollout worker as the control plane sees it. `worker` is None while there is none.
+
+    `retiring` is why it gets no new groups, empty if it does; `lost_by` why the last one was lost.
+    """
 
     worker_id: int
     worker: RolloutWorker | None = None
     num_calls: int = 0
+    retiring: str = ""
+    lost_by: str = ""
 
 
 class WorkerPool:
@@ -69,11 +74,12 @@ class WorkerPool:
         self._restarts.came_up(f"rollout-worker-{slot.worker_id}")
         slot.worker = worker
         slot.num_calls = 0
+        slot.retiring = ""
         self.num_started += 1
         self._recorder.event("rollout_worker_up", worker=slot.worker_id)
         self.changed.notify()
         await self.changed.until(lambda: None if slot.worker is worker else True)
-        raise RolloutWorkerLostError(f"rollout worker {slot.worker_id} was reported lost")
+        raise RolloutWorkerLostError(f"rollout worker {slot.worker_id} is lost: {slot.lost_by}")
 
     async def _start(self, worker: RolloutWorker) -> dict[Split, DatasetInfo]:
         limit_s, name = self._health.startup_timeout_s, f"rollout-worker-{worker.worker_id}"
@@ -112,8 +118,20 @@ class WorkerPool:
         slot = self.slots[worker.worker_id]
         if slot.worker is worker:
             self._recorder.event("rollout_worker_lost", worker=worker.worker_id, reason=reason)
-            slot.worker = None
+            slot.worker, slot.lost_by = None, reason
             self.changed.notify()
+
+    def retire(self, worker: RolloutWorker, reason: str) -> None:
+        """Give a worker no new groups, and replace it when those that it has are done."""
+        slot = self.slots[worker.worker_id]
+        if slot.worker is worker and not slot.retiring:
+            slot.retiring = reason
+            self._recorder.event("rollout_worker_retired", worker=worker.worker_id, reason=reason)
+            self._replace_if_retired(slot)
+
+    def _replace_if_retired(self, slot: WorkerSlot) -> None:
+        if slot.worker is not None and slot.retiring and slot.num_calls == 0:
+            self.report_lost(slot.worker, slot.retiring)
 
     def replace_all(self) -> None:
         """Take all workers out of service: one of them holds up the run."""
@@ -122,7 +140,7 @@ class WorkerPool:
                 self.report_lost(worker, "the stage that it works for stands still")
 
     def _least_loaded(self) -> RolloutWorker | None:
-        alive = [slot for slot in self.slots if slot.worker is not None]
+        alive = [slot for slot in self.slots if slot.worker is not None and not slot.retiring]
         if not alive:
             return None
         slot = min(alive, key=lambda s: (s.num_calls, s.worker_id))
@@ -148,6 +166,7 @@ class WorkerPool:
         slot = self.slots[worker.worker_id]
         if slot.worker is worker:
             slot.num_calls -= 1
+            self._replace_if_retired(slot)
 
     async def dataset(self, split: Split, waiter: str) -> DatasetInfo | None:
         """Size and identity of a split, as soon as a worker is up; None if there is no such."""

@@ -8,12 +8,16 @@ daemons, so that leaked ones cannot hold the process open.
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
+
+from freewheel.loop_watch import Block, LoopWatch
 
 T = TypeVar("T")
 
@@ -40,10 +44,14 @@ class Call(Generic[T]):
     Args:
         name: what runs, for messages and thread dumps.
         on_end: called on the serving loop when the code has really ended.
+        sample_id: the rollout that it runs for.
     """
 
-    def __init__(self, name: str, on_end: "Callable[[Call[Any]], None]") -> None:
+    def __init__(
+        self, name: str, on_end: "Callable[[Call[Any]], None]", *, sample_id: str = ""
+    ) -> None:
         self.name = name
+        self.sample_id = sample_id
         self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.thread_id: int | None = None
         self.task: asyncio.Task[None] | None = None
@@ -52,6 +60,11 @@ class Call(Generic[T]):
         self._lock = threading.Lock()
         self._claimed = False
         self._given_up = False
+
+    def fail(self, error: Exception) -> None:
+        """Let who awaits it go on with an error, whatever the code does. On the serving loop."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
     @property
     def given_up(self) -> bool:
@@ -155,12 +168,39 @@ class ThreadPool:
                 call.end(result)
 
 
-class LoopThread:
-    """A daemon thread with an event loop for async user code."""
+_CALL: contextvars.ContextVar[Call[Any]] = contextvars.ContextVar("freewheel_call")
+"""The call that a task of user code belongs to; tasks that it starts inherit it."""
 
-    def __init__(self, name: str) -> None:
+
+class LoopThread:
+    """A daemon thread with an event loop for async user code, and a watch over it.
+
+    Args:
+        name: of the thread.
+        limit_s: how long the loop may be without a turn.
+        on_block: see `LoopWatch`; with this object before the block.
+        on_turn: see `LoopWatch`; with this object before the length.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        limit_s: float,
+        on_block: "Callable[[LoopThread, Block], None]",
+        on_turn: "Callable[[LoopThread, float], None]",
+    ) -> None:
+        self.name = name
+        self._limit_s = limit_s
+        self._on_block = on_block
+        self._on_turn = on_turn
+        self._watch: LoopWatch | None = None
         self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._make_task)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: weakref.WeakKeyDictionary[asyncio.Future[Any], Call[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -168,6 +208,11 @@ class LoopThread:
     def thread_id(self) -> int | None:
         """Identifier of the thread."""
         return self._thread.ident
+
+    def current_call(self) -> Call[Any] | None:
+        """The call whose code runs on the loop this moment, as far as known. From any thread."""
+        task = asyncio.current_task(self._loop)
+        return None if task is None else self._calls.get(task)
 
     def submit(self, call: Call[T], make: Callable[[], Awaitable[T]]) -> None:
         """Run a coroutine on this loop. Called on the serving loop; `make` runs on this one."""
@@ -198,14 +243,41 @@ class LoopThread:
             call.end()
             return
         # The set owns the task; it ends with the call, or is cancelled when the loop ends.
-        call.task = self._loop.create_task(_run_call(call, make), name=call.name)
+        context = contextvars.copy_context()
+        context.run(_CALL.set, call)
+        call.task = self._loop.create_task(_run_call(call, make), name=call.name, context=context)
         self._tasks.add(call.task)
         call.task.add_done_callback(self._tasks.discard)
 
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        *,
+        context: contextvars.Context | None = None,
+        **options: Any,  # a name, from Python 3.13 on
+    ) -> asyncio.Future[T]:
+        """Task factory of the loop: remembers which call a task belongs to."""
+        task = asyncio.Task(coroutine, loop=loop, context=context, **options)
+        call = _CALL.get(None) if context is None else context.get(_CALL)
+        if call is not None:
+            self._calls[task] = call
+        return task
+
+    def _begin_watch(self) -> None:
+        self._watch = LoopWatch(
+            limit_s=self._limit_s,
+            on_block=lambda block: self._on_block(self, block),
+            on_turn=lambda blocked_s: self._on_turn(self, blocked_s),
+        )
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._begin_watch)
         try:
             self._loop.run_forever()
+            if self._watch is not None:
+                self._watch.close()
             if left := asyncio.all_tasks(self._loop):
                 for task in left:
                     task.cancel()
@@ -246,3 +318,9 @@ def blocking_frame(thread_id: int | None) -> str:
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def notes(error: TimeoutError) -> str:
+    """Where user code was at its limit, which the cancellation under the timeout carries along."""
+    found: list[str] = getattr(error.__cause__, "__notes__", [])
+    return "".join(f", {note}" for note in found)

@@ -8,23 +8,26 @@ for. A `run` looks like this::
     async def run(self, episode: Episode) -> float | RewardResult:
         turn = await episode.generate()
         while call := find_tool_call(turn.text):
-            turn = await episode.generate([{"role": "tool", "content": await use_tool(call)}])
+            result = await episode.call_tool(use_tool, call)
+            turn = await episode.generate([{"role": "tool", "content": result}])
         return await episode.reward(turn.text)
 """
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, TypeVarTuple, overload
 
 from freewheel.data.records import Message, PromptRecord, nearest
 from freewheel.errors import ConfigError, FailureClass, RolloutError
 from freewheel.rollout.rewards import RewardResult
+from freewheel.rollout.tools import ToolCall, ToolResult
 from freewheel.rollout.usercode import import_object, is_async
 from freewheel.types import Purpose
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,10 @@ class EpisodeHost(Protocol):
 
     async def add_text(self, text: str) -> bool:
         """Add text to the record."""
+        ...
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """Call a tool off the environment's loop or thread."""
         ...
 
     def submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
@@ -137,6 +144,52 @@ class Episode(_EpisodeFacts):
         """
         return await self._call(lambda: self._host.reward(text))
 
+    @overload
+    async def call_tool(
+        self,
+        function: Callable[[*Ts], Awaitable[T]],
+        *args: *Ts,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> T: ...
+
+    @overload
+    async def call_tool(
+        self,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> T: ...
+
+    async def call_tool(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Call a tool, in time, where it cannot hold up this environment or others.
+
+        Args:
+            function: a sync function, which runs in a thread, or an async one, which runs on a
+                loop for tools. Either may use the episode's methods of its kind.
+            *args: its arguments; `functools.partial` passes keyword arguments.
+            name: of the tool in messages; None: the function's.
+            timeout_s: limit in seconds; None: `rollout.tool_timeout_s`.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            ToolTimeoutError: it did not return in time. Uncaught, the rollout fails with class
+                `timeout`.
+            Exception: what the function raised, as it is. Uncaught, the rollout fails with class
+                `environment`, and the message names the tool.
+        """
+        call = ToolCall.of(function, args, name, timeout_s)
+        return (await self._call(lambda: self._host.call_tool(call))).unpack()
+
     async def _call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if asyncio.get_running_loop() is self._host.loop:
             return await make()
@@ -161,6 +214,35 @@ class SyncEpisode(_EpisodeFacts):
     def reward(self, text: str) -> RewardResult:
         """See `Episode.reward`."""
         return self._call(lambda: self._host.reward(text))
+
+    @overload
+    def call_tool(
+        self,
+        function: Callable[[*Ts], Awaitable[T]],
+        *args: *Ts,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> T: ...
+
+    @overload
+    def call_tool(
+        self,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> T: ...
+
+    def call_tool(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """See `Episode.call_tool`. Blocks this environment's thread until the tool returns."""
+        call = ToolCall.of(function, args, name, timeout_s)
+        return self._call(lambda: self._host.call_tool(call)).unpack()
 
     def _call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         # Blocks a thread of the pool, which is what it is for; never one that runs a loop.

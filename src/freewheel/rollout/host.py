@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 from freewheel.data.records import Message, nearest
 from freewheel.errors import FailureClass, ReplicaLostError, RolloutError
 from freewheel.rollout.batching import BatchingGenerator
-from freewheel.rollout.calls import UserCodeError
+from freewheel.rollout.calls import UserCodeError, notes
 from freewheel.rollout.environment import Episode, SyncEpisode, Turn
+from freewheel.rollout.loops import LoopBlockedError
 from freewheel.rollout.rewards import RewardResult, check_reward
 from freewheel.rollout.services import GroupPrompt, Services
+from freewheel.rollout.tools import ToolCall, ToolResult, run_tool
 from freewheel.rollout.transcript import Transcript
 from freewheel.types import (
     Generation,
@@ -80,6 +82,7 @@ class RolloutHost:
         self._generating = False
         self._over = False
         self._fault: RolloutError | ReplicaLostError | None = None
+        self._tool_errors: list[tuple[Exception, str]] = []
         self._operations: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> RolloutOutcome:
@@ -133,19 +136,45 @@ class RolloutHost:
         """See `Episode.reward`."""
         self._check_open()
         reward, limit_s = self._services.reward, self._services.reward_timeout_s
-        started = self.loop.time()
+        user_code, started = self._services.user_code, self.loop.time()
         try:
-            with self._stage(f"in reward {reward.name}"):
+            with self._stage(f"in reward {reward.name}"), self._noting_blocks():
                 async with asyncio.timeout(limit_s):
-                    return await reward.score(text, self.record, self._services.user_code)
+                    return await reward.score(
+                        text, self.record, user_code, sample_id=self.sample_id
+                    )
         except TimeoutError as error:
             raise RolloutError(
                 FailureClass.TIMEOUT,
                 f"reward {reward.name} did not return within rollout.reward_timeout_s="
-                f"{limit_s:g}{_notes(error)}",
+                f"{limit_s:g}{notes(error)}",
             ) from error
         finally:
             self._reward_s += self.loop.time() - started
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """See `Episode.call_tool`."""
+        self._check_open()
+        services = self._services
+        with self._stage(f"in tool {call.name}"), self._noting_blocks():
+            result = await run_tool(
+                call,
+                services.user_code,
+                default_timeout_s=services.tool_timeout_s,
+                sample_id=self.sample_id,
+            )
+        if result.error is not None:
+            self._tool_errors.append((result.error, call.name))
+        return result
+
+    @contextlib.contextmanager
+    def _noting_blocks(self) -> Generator[None]:
+        """A loop that was given up fails the rollout, whatever the environment makes of it."""
+        try:
+            yield
+        except LoopBlockedError as error:
+            self._fault = self._fault or error
+            raise
 
     def submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
         """Run one of the above from another thread. The episode's end cancels it.
@@ -181,7 +210,8 @@ class RolloutHost:
                 raise error.error from None
             raise RolloutError(
                 FailureClass.ENVIRONMENT,
-                f"environment {self._services.environment.name} raised {error}",
+                f"environment {self._services.environment.name} raised {error}"
+                f"{self._of_tool(error.error)}",
             ) from error.error
         if self._fault is not None:
             raise self._fault
@@ -199,18 +229,24 @@ class RolloutHost:
             )
         return check_reward(value, f"environment {self._services.environment.name}")
 
+    def _of_tool(self, error: BaseException) -> str:
+        names = [name for raised, name in self._tool_errors if raised is error]
+        return f", in tool {names[0]}" if names else ""
+
     async def _run_environment(self) -> object:
         environment, user_code = self._services.environment, self._services.user_code
         if environment.is_ours:
             return await environment.make().run(Episode(self))
-        name = f"environment {environment.name}"
+        name, sample_id = f"environment {environment.name}", self.sample_id
         if environment.is_async:
-            return await user_code.run_async(name, lambda: environment.make().run(Episode(self)))
+            return await user_code.run_async(
+                name, lambda: environment.make().run(Episode(self)), sample_id=sample_id
+            )
         value = await user_code.run_sync(
             "environment", name, lambda: environment.make().run(SyncEpisode(self))
         )
         if inspect.isawaitable(value):
-            return await user_code.run_async(name, lambda: value)
+            return await user_code.run_async(name, lambda: value, sample_id=sample_id)
         return value
 
     async def _take_turn(
@@ -308,7 +344,7 @@ class RolloutHost:
         spent_s = self.loop.time() - since
         return (
             f"rollout {self.sample_id} is past its {self._request.timeout_s:g} s: "
-            f"{name} for {spent_s:.1f} s{_notes(error)}"
+            f"{name} for {spent_s:.1f} s{notes(error)}"
         )
 
     def _check_open(self) -> None:
@@ -358,9 +394,3 @@ class RolloutHost:
 def _same_distribution(one: SamplingParams, other: SamplingParams) -> bool:
     """Whether logprobs of the two can be compared."""
     return all(getattr(one, name) == getattr(other, name) for name in _DISTRIBUTION)
-
-
-def _notes(error: TimeoutError) -> str:
-    """Where user code was, which the cancellation under the timeout carries as a note."""
-    notes: list[str] = getattr(error.__cause__, "__notes__", [])
-    return "".join(f", {note}" for note in notes)

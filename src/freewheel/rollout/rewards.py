@@ -48,11 +48,20 @@ class Reward:
         self._is_async = is_async(function)
         self._passes_prompt, self._passes_extra = _check_signature(name, function, kwargs)
 
-    async def score(self, response: str, record: PromptRecord, user_code: UserCode) -> RewardResult:
+    async def score(
+        self, response: str, record: PromptRecord, user_code: UserCode, *, sample_id: str = ""
+    ) -> RewardResult:
         """Run the function off the serving loop.
+
+        Args:
+            response: what the policy said.
+            record: the prompt's row.
+            user_code: runs it.
+            sample_id: the rollout, for messages.
 
         Raises:
             RolloutError: it raised, or returned no finite number (class `reward`).
+            LoopBlockedError: the loop that it ran on was blocked for too long.
         """
         kwargs = dict(self._kwargs)
         if self._passes_prompt:
@@ -64,20 +73,21 @@ class Reward:
             return self._function(response, record.ground_truth, **kwargs)
 
         try:
-            value = await self._run(call, user_code)
+            value = await self._run(call, user_code, sample_id)
         except UserCodeError as error:
             raise RolloutError(
                 FailureClass.REWARD, f"reward {self.name} raised {error}"
             ) from error.error
         return check_reward(value, f"reward {self.name}")
 
-    async def _run(self, call: Callable[[], Any], user_code: UserCode) -> object:
+    async def _run(self, call: Callable[[], Any], user_code: UserCode, sample_id: str) -> object:
+        name = f"reward {self.name}"
         if self._is_async:
-            return await user_code.run_async(f"reward {self.name}", call)
-        value = await user_code.run_sync("reward", f"reward {self.name}", call)
+            return await user_code.run_async(name, call, sample_id=sample_id)
+        value = await user_code.run_sync("reward", name, call)
         if inspect.isawaitable(value):
             # Decorators and partial objects hide that a function is async.
-            return await user_code.run_async(f"reward {self.name}", lambda: value)
+            return await user_code.run_async(name, lambda: value, sample_id=sample_id)
         return value
 
 

@@ -25,6 +25,7 @@ class Services:
     environment: EnvironmentType
     reward: Reward
     reward_timeout_s: float
+    tool_timeout_s: float
     user_code: UserCode
 
     async def render(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -6,7 +6,6 @@ the user code was; `asyncio.timeout` keeps it as the cause of its `TimeoutError`
 """
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import os
@@ -16,37 +15,49 @@ from typing import Any, TypeVar
 
 from freewheel.data.records import nearest
 from freewheel.errors import ConfigError
-from freewheel.rollout.calls import Call, LoopThread, ThreadPool, blocking_frame
+from freewheel.rollout.calls import Call, ThreadPool, blocking_frame
+from freewheel.rollout.loops import LoopBlockedError, LoopLimits, Loops
 
 T = TypeVar("T")
 
-_LOOP_ANSWER_S = 1.0
-"""A loop that does not take a cancellation within this is blocked; new calls get a new loop."""
-_MAX_LOOPS = 8
+LOOP = "user-code"
+"""Kind of the loops of environments and rewards."""
+TOOL_LOOP = "tool-loop"
+"""Kind of the loops of tools, which are apart: an environment stays able to give its tool up."""
 
 
 class UserCode:
-    """Threads and loop for one worker's user code. Used on the serving loop only.
+    """Threads and loops for one worker's user code. Used on the serving loop only.
 
     Args:
-        max_environment_threads: most sync environments at once.
-        max_reward_threads: most sync rewards at once. A pool of their own: environments wait for
-            rewards, and would wait for ever if they held all threads.
+        max_environment_threads: most sync environments at once, and most sync tools.
+        max_reward_threads: most sync rewards at once. Rewards and tools have pools of their own:
+            environments wait for them, and would wait for ever if they held all threads.
         max_leaked: most further threads of each pool, in place of those that do not come back.
+        limits: for the loops.
     """
 
     def __init__(
-        self, *, max_environment_threads: int, max_reward_threads: int, max_leaked: int = 64
+        self,
+        *,
+        max_environment_threads: int,
+        max_reward_threads: int,
+        max_leaked: int = 64,
+        limits: LoopLimits | None = None,
     ) -> None:
-        sizes = {"environment": max_environment_threads, "reward": max_reward_threads}
+        sizes = {
+            "environment": max_environment_threads,
+            "reward": max_reward_threads,
+            "tool": max_environment_threads,
+        }
         self._pools = {
             name: ThreadPool(name, max_threads=size, max_leaked=max_leaked)
             for name, size in sizes.items()
         }
-        self._active: dict[str, set[Call[Any]]] = {name: set() for name in [*self._pools, "loop"]}
-        self._leaked: dict[str, set[Call[Any]]] = {name: set() for name in self._active}
-        self._loops: list[LoopThread] = []
-        self._loop_is_blocked = False
+        self._loops = {kind: Loops(kind, limits or LoopLimits()) for kind in (LOOP, TOOL_LOOP)}
+        kinds = [*self._pools, *self._loops]
+        self._active: dict[str, set[Call[Any]]] = {kind: set() for kind in kinds}
+        self._leaked: dict[str, set[Call[Any]]] = {kind: set() for kind in kinds}
 
     @property
     def num_leaked(self) -> int:
@@ -54,7 +65,7 @@ class UserCode:
         return sum(len(calls) for calls in self._leaked.values())
 
     async def run_sync(self, pool: str, name: str, function: Callable[[], T]) -> T:
-        """Run a function in a thread of the pool `environment` or `reward`.
+        """Run a function in a thread of the pool `environment`, `reward` or `tool`.
 
         Raises:
             UserCodeError: the function raised.
@@ -78,35 +89,52 @@ class UserCode:
                 error.add_note(f"waiting for one of {self._pools[pool].num_threads} threads")
             raise
 
-    async def run_async(self, name: str, make: Callable[[], Awaitable[T]]) -> T:
-        """Run a coroutine on the loop of the user code.
+    async def run_async(
+        self, name: str, make: Callable[[], Awaitable[T]], *, sample_id: str = "", kind: str = LOOP
+    ) -> T:
+        """Run a coroutine on a loop of the user code.
+
+        Args:
+            name: what runs, for messages.
+            make: makes the coroutine; called on that loop.
+            sample_id: the rollout that it runs for, which is named when it blocks the loop.
+            kind: `LOOP` or `TOOL_LOOP`.
 
         Raises:
             UserCodeError: the coroutine raised, or was cancelled by itself.
+            LoopBlockedError: the loop was blocked for too long, by this call (class `timeout`) or
+                by another one (`lost_worker`).
         """
-        call = self._new_call("loop", name)
-        loop = self._current_loop()
+        loops = self._loops[kind]
+        call = self._new_call(kind, name, sample_id)
+        loop = loops.place(call)
         loop.submit(call, make)
         try:
             return await call.future
         except asyncio.CancelledError as error:
-            self._give_up("loop", call)
-            self._cancel(loop, call)
+            self._give_up(kind, call)
+            loops.cancel(loop, call)
             frame = blocking_frame(loop.thread_id)
             if "selectors.py" not in frame:
                 error.add_note(f"its event loop is at {frame}")
             raise
+        except LoopBlockedError:
+            self._give_up(kind, call)
+            loops.cancel(loop, call)
+            raise
+        finally:
+            loops.ended(call)
 
     async def aclose(self) -> None:
         """End threads and loops; those that user code holds are left behind, as daemons."""
-        loops, self._loops = self._loops, []
-        for closing in [*self._pools.values(), *loops]:
-            closing.close()
-        for loop in loops:
-            await asyncio.to_thread(loop.join, 2 * _LOOP_ANSWER_S)
+        for pool in self._pools.values():
+            pool.close()
+        async with asyncio.TaskGroup() as group:
+            for kind, loops in self._loops.items():
+                group.create_task(loops.aclose(), name=f"close {kind}")
 
-    def _new_call(self, kind: str, name: str) -> Call[Any]:
-        call = Call[Any](name, lambda ended: self._ended(kind, ended))
+    def _new_call(self, kind: str, name: str, sample_id: str = "") -> Call[Any]:
+        call = Call[Any](name, lambda ended: self._ended(kind, ended), sample_id=sample_id)
         self._active[kind].add(call)
         return call
 
@@ -123,27 +151,6 @@ class UserCode:
             self._leaked[kind].add(call)
             return True
         return False
-
-    def _current_loop(self) -> LoopThread:
-        if not self._loops or (self._loop_is_blocked and len(self._loops) < _MAX_LOOPS):
-            self._loops.append(LoopThread(f"user-code-{len(self._loops)}"))
-            self._loop_is_blocked = False
-        return self._loops[-1]
-
-    def _cancel(self, loop: LoopThread, call: Call[Any]) -> None:
-        serving = asyncio.get_running_loop()
-        timer = serving.call_later(_LOOP_ANSWER_S, self._mark_blocked, loop)
-
-        def reached() -> None:
-            # The serving loop is gone when the worker was closed meanwhile.
-            with contextlib.suppress(RuntimeError):
-                serving.call_soon_threadsafe(timer.cancel)
-
-        loop.cancel(call, reached)
-
-    def _mark_blocked(self, loop: LoopThread) -> None:
-        if self._loops and self._loops[-1] is loop:
-            self._loop_is_blocked = True
 
 
 def is_async(function: object) -> bool:

@@ -1,14 +1,14 @@
 """What a rollout worker process does: opens the data, prepares prompts, runs groups.
 
 The backend wraps one of these in a process. All methods are on the process's serving loop, which
-nothing here may block: data and tokenizer have a thread each, user code has threads and a loop of
+nothing here may block: data and tokenizer have a thread each, user code has threads and loops of
 its own, and every deadline is kept on the serving loop.
 """
 
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from freewheel.config.sections import Config
@@ -19,6 +19,7 @@ from freewheel.protocols import Generator
 from freewheel.rollout.batching import BatchingGenerator
 from freewheel.rollout.environment import load_environment
 from freewheel.rollout.host import RolloutHost
+from freewheel.rollout.loops import LoopLimits
 from freewheel.rollout.render import Renderer, read_record
 from freewheel.rollout.rewards import load_reward
 from freewheel.rollout.services import GroupPrompt, Services
@@ -26,6 +27,7 @@ from freewheel.rollout.usercode import UserCode
 from freewheel.types import (
     DatasetInfo,
     GroupRequest,
+    LoopReport,
     PromptInfo,
     Purpose,
     RolloutOutcome,
@@ -46,12 +48,21 @@ class RolloutWorkerCore:
         config: the configuration.
         model_path: folder with the model's tokenizer.
         worker_id: number of the worker.
+        on_loop_report: is told of blocked loops of user code, from any thread; returns at once.
     """
 
-    def __init__(self, config: Config, model_path: Path, worker_id: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_path: Path,
+        worker_id: int,
+        *,
+        on_loop_report: Callable[[LoopReport], None] = lambda _: None,
+    ) -> None:
         self._config = config
         self._model_path = model_path
         self._worker_id = worker_id
+        self._on_loop_report = on_loop_report
         self._datasets: dict[Split, PromptDataset] = {}
         self._services: Services | None = None
         self._data_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="data")
@@ -181,9 +192,15 @@ class RolloutWorkerCore:
             environment=load_environment(rollout.environment),
             reward=load_reward(self._config),
             reward_timeout_s=rollout.reward_timeout_s,
+            tool_timeout_s=rollout.tool_timeout_s,
             user_code=UserCode(
                 max_environment_threads=min(num_rollouts, _MAX_ENVIRONMENT_THREADS),
                 max_reward_threads=_MAX_REWARD_THREADS,
+                limits=LoopLimits(
+                    blocked_s=self._config.health.loop_blocked_s,
+                    end_s=self._config.health.loop_blocked_end_s,
+                    report=self._on_loop_report,
+                ),
             ),
         )
 

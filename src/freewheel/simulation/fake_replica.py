@@ -14,7 +14,7 @@ class FakeReplica(FakeProcess):
     """
 
     def __init__(self, world: FakeWorld, replica_id: int, incarnation: int) -> None:
-        super().__init__(world, f"replica-{replica_id}")
+        super().__init__(world, f"replica-{replica_id}", ReplicaLostError)
         self._replica_id = replica_id
         self._incarnation = incarnation
         self._history: list[tuple[float, int]] = []

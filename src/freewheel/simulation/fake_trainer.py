@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import CheckpointError, TrainerLostError
+from freewheel.protocols import Watched
 from freewheel.simulation.world import FakeProcess, FakeTrajectory, FakeWorld
 from freewheel.types import Ref, TrainerInfo, TrainRequest, TrainResult, Weights
 
@@ -14,12 +15,17 @@ class FakeTrainer(FakeProcess):
     """Digests what it is trained on; remembers every trained trajectory."""
 
     def __init__(self, world: FakeWorld) -> None:
-        super().__init__(world, "trainer")
+        super().__init__(world, "trainer", TrainerLostError)
         self.trained: list[tuple[int, int, FakeTrajectory]] = []
         self.digest = "initial"
         self._step = 0
         self._copies: dict[int, dict[str, Any]] = {}
         self._restored: dict[int, Weights] = {}
+
+    @property
+    def processes(self) -> Sequence[Watched]:
+        """Itself."""
+        return (self,)
 
     async def start(self, checkpoint: Path | None) -> TrainerInfo:
         """Take the start-up time; load a state of the disk."""

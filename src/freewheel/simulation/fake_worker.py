@@ -32,7 +32,7 @@ class FakeRolloutWorker(FakeProcess):
     """Runs fake rollouts: draws a length, generates, rewards."""
 
     def __init__(self, world: FakeWorld, worker_id: int, incarnation: int) -> None:
-        super().__init__(world, f"rollout-worker-{worker_id}")
+        super().__init__(world, f"rollout-worker-{worker_id}", RolloutWorkerLostError)
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._user_loop = 0

@@ -6,14 +6,15 @@
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from freewheel.config.sections import Config
 from freewheel.control.rollouter import derive_seed
+from freewheel.errors import LostError
 from freewheel.simulation.injection import Injector
 from freewheel.simulation.settings import SimSettings
-from freewheel.types import VersionSpans
+from freewheel.types import LoopReport, VersionSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,10 @@ class FakeProcess:
 
     waiting_for = ""
 
-    def __init__(self, world: FakeWorld, name: str) -> None:
+    def __init__(self, world: FakeWorld, name: str, lost: type[LostError]) -> None:
         self.name = name
+        self._lost = lost
+        self._reports: list[LoopReport] = []
         self._world = world
         self.is_frozen = False
         self._died = asyncio.Event()
@@ -95,6 +98,18 @@ class FakeProcess:
                 sleeper.set_result(None)
         for act in self._when_dead:
             act()
+
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """What `say_of_loop` was told; looks for it before and after its wait."""
+        if len(self._reports) <= after and not await self._live(wait_s):
+            raise self._lost(f"{self.name} died")
+        if not await self._answer():
+            raise self._lost(f"{self.name} died")
+        return self._reports[after:]
+
+    def say_of_loop(self, report: LoopReport) -> None:
+        """Let the watch report this, under the next number."""
+        self._reports.append(replace(report, number=len(self._reports) + 1))
 
     def freeze(self) -> None:
         """Answer nothing from now on, as a process does that was sent SIGSTOP."""

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import time
+from pathlib import Path
 
 from freewheel.rollout import Episode, RewardResult
 from freewheel.rollout.environment import SingleTurn
@@ -24,6 +27,24 @@ class SleepsOnTheLoop(SingleTurn):
         if episode.sample_id == "2-1":
             time.sleep(60)  # noqa: TID251, ASYNC251 - what is tested
         return await super().run(episode)
+
+
+class HoldsTheLock(SingleTurn):
+    """One rollout of the third group holds the interpreter's lock in native code, the first time.
+
+    The file that `BLOCKED_ONCE` names remembers that it did.
+    """
+
+    async def run(self, episode: Episode) -> RewardResult:
+        if episode.sample_id == "2-1":
+            _hold_the_lock_once(Path(os.environ["BLOCKED_ONCE"]))
+        return await super().run(episode)
+
+
+def _hold_the_lock_once(marker: Path) -> None:
+    if not marker.exists():
+        marker.touch()
+        ctypes.PyDLL(None).sleep(60)
 
 
 class IgnoresCancellation(SingleTurn):

@@ -3,6 +3,7 @@
 Actors are async: their event loop only passes on. User code and torch run in the cores; the
 trainer's core, which is synchronous, runs in one thread for training and one for writing. An error
 leaves a process as one of ours, so that its reader needs no class that only the worker can import.
+A second loop, in a thread of its own, answers `watch` also while the first one is blocked.
 """
 
 import asyncio
@@ -27,11 +28,14 @@ from freewheel.backends.ray.generator import RayGenerator
 from freewheel.backends.ray.translate import Answer, Handle, translate
 from freewheel.config.sections import Config
 from freewheel.errors import FreewheelError, LostError, TrajectoriesLostError
+from freewheel.loop_reports import LoopReports, watch_serving_loop
+from freewheel.loop_watch import LoopWatch
 from freewheel.types import (
     DatasetInfo,
     Generation,
     GenerationRequest,
     GroupRequest,
+    LoopReport,
     PromptInfo,
     Purpose,
     Ref,
@@ -86,11 +90,17 @@ def boundary(
     return guarded
 
 
+WATCH_GROUP = "watch"
+"""Concurrency group, and so an event loop and thread of its own, of what must always answer."""
+
+
 class WorkerActor:
     """What all actors have in common."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self._loop_reports = LoopReports()
+        self._loop_watch: LoopWatch | None = None
         if setup.log_file is not None:
             _redirect_output(setup.log_file)
         faulthandler.enable()
@@ -98,8 +108,16 @@ class WorkerActor:
         faulthandler.register(signal.SIGUSR1)
 
     async def identify(self) -> tuple[int, str]:
-        """Process id and address of the node."""
+        """Process id and address of the node. The first call, which also begins the watch."""
+        if self._loop_watch is None:
+            limit_s = self.setup.config.health.loop_blocked_s
+            self._loop_watch = watch_serving_loop(self._loop_reports, limit_s=limit_s)
         return os.getpid(), _ray.util.get_node_ip_address()
+
+    @_ray.method(concurrency_group=WATCH_GROUP)
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """See `Watched.watch`."""
+        return await self._loop_reports.after(after, wait_s=wait_s)
 
     async def load(self, path: str) -> Loaded:
         """Import in a thread: torch takes seconds, and this loop answers meanwhile."""
@@ -150,7 +168,12 @@ class RolloutWorkerActor(WorkerActor):
     async def start(self) -> dict[Split, DatasetInfo]:
         """Open the data and import the user's code."""
         core = await self.load(self.setup.cores.rollout_worker)
-        self._worker = core(self.setup.config, self.setup.model_path, self._worker_id)
+        self._worker = core(
+            self.setup.config,
+            self.setup.model_path,
+            self._worker_id,
+            on_loop_report=self._loop_reports.put,
+        )
         return await self._worker.start()
 
     @boundary

@@ -12,11 +12,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from freewheel.backends.ray.actors import WATCH_GROUP
 from freewheel.backends.ray.cluster import Cluster
 from freewheel.backends.ray.placement import Demand, describe_wait
 from freewheel.backends.ray.translate import Answer, Handle, cancel, translate
 from freewheel.errors import FreewheelError, LostError, StartupError
-from freewheel.types import Ref
+from freewheel.types import LoopReport, Ref
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ _ray: Any = ray  # half typed, which a strict checker cannot use
 _PATIENCE_S = 10.0
 # Calls that an actor runs at once. More wait in it, and an abort must never wait.
 _MAX_CONCURRENCY = 4096
+# One that waits, and those given up that have not ended.
+_MAX_WATCHES = 16
 
 
 class RemoteProcess:
@@ -141,6 +144,10 @@ class RemoteProcess:
         finally:
             _drop(answer)
 
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """See `Watched.watch`."""
+        return await self.call("watch", after, wait_s)
+
     def kill(self) -> None:
         """End the process at once; pending calls fail. Idempotent; never raises, never waits."""
         if self._killed:
@@ -157,7 +164,7 @@ class RemoteProcess:
 
     def _launch(self) -> Handle:
         """Create the actor; blocks while Ray registers it."""
-        remote = _ray.remote(self._actor_class)
+        remote = _ray.remote(concurrency_groups={WATCH_GROUP: _MAX_WATCHES})(self._actor_class)
         return remote.options(
             name=self._actor_name,
             num_cpus=self._demand().num_cpus,

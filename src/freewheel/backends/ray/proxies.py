@@ -13,6 +13,7 @@ from freewheel.types import (
     DatasetInfo,
     GroupRequest,
     GroupResult,
+    LoopReport,
     PromptInfo,
     Purpose,
     Ref,
@@ -67,6 +68,10 @@ class RayReplica:
         """Counters of the engine."""
         return await self.process.call("stats")
 
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """Reports of the process's blocked loops."""
+        return await self.process.watch(after, wait_s)
+
     def kill(self) -> None:
         """End the process at once."""
         self.process.kill()
@@ -117,6 +122,10 @@ class RayRolloutWorker:
             payload=payload if request.purpose is Purpose.TRAINING else None,
         )
 
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """Reports of the process's blocked loops."""
+        return await self.process.watch(after, wait_s)
+
     def kill(self) -> None:
         """End the process at once."""
         self.process.kill()
@@ -128,6 +137,11 @@ class RayTrainer:
     def __init__(self, ranks: Sequence[RemoteProcess]) -> None:
         self.ranks = tuple(ranks)
         self._first = self.ranks[0]
+
+    @property
+    def processes(self) -> Sequence[RemoteProcess]:
+        """Its processes, by rank."""
+        return self.ranks
 
     @property
     def pid(self) -> int | None:
