@@ -76,5 +76,9 @@ def test_no_task_and_no_thread_is_left_behind(soak):
     assert set(tasks.values()) <= {1, 2}
     (threads,) = soak["threads"].values()
     assert threads == 1
-    assert soak["passing_tasks"]["group-N"] <= soak["sizes"]["ledger.open"][1]
+    passing = soak["passing_tasks"]
+    assert passing["group-N"] <= soak["sizes"]["ledger.open"][1]
+    # One a process; the watch of one that was replaced ends a moment later.
+    assert passing["watch-replica-N"] <= 2 * 2
+    assert max(passing["watch-rollout-worker-N"], passing["watch-trainer-N"]) <= 2
     assert sum(soak["tasks_left"].values()) == 1
