@@ -103,7 +103,7 @@ class LiveRun:
         deadline = time.monotonic() + timeout_s
         path = self.folder / "events.jsonl"
         while time.monotonic() < deadline:
-            self._look()
+            self.look()
             if path.exists() and path.read_text().count(f'"event": "{name}"') >= count:
                 return
             if self.process.poll() is not None:
@@ -117,7 +117,7 @@ class LiveRun:
     def finish(self, timeout_s: float = 180) -> Finished:
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
-            self._look()
+            self.look()
             if time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(
@@ -138,7 +138,12 @@ class LiveRun:
         _, alive = psutil.wait_procs(self.started, timeout=timeout_s)
         return [f"{process.pid} {process.name()}" for process in alive]
 
-    def _look(self) -> None:
+    def errors(self) -> str:
+        """What it wrote to stderr so far."""
+        return self._err.read_text()
+
+    def look(self) -> None:
+        """Note its memory and the processes that it started."""
         try:
             self.max_rss_bytes = max(self.max_rss_bytes, self.process.memory_info().rss)
             self.started.update(self.process.children(recursive=True))

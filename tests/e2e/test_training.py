@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from tests.audit import audit
 from tests.e2e.runs import ROOT, Finished, freewheel, resume, start
 
 pytestmark = pytest.mark.e2e
@@ -47,6 +48,7 @@ def run(tmp_path_factory) -> Finished:
     finished = live.finish()
     assert finished.code == 0, finished.err
     assert live.left_over() == []
+    assert audit(finished.folder) == []
     return finished
 
 
@@ -130,6 +132,7 @@ def test_a_trial_that_never_returns_costs_neither_checkpoint_nor_run(tmp_path):
     finished = live.finish()
     assert finished.code == 0, finished.err
     assert live.left_over() == []
+    assert audit(finished.folder) == []
     assert finished.summary["checkpoints"] == [4, 8]
     for row in finished.rows("validations"):
         assert (row["status"], row["n_done"], row["n_timeout"]) == ("partial", 15, 1)
@@ -149,14 +152,14 @@ def test_stopped_by_sigint_and_resumed_to_the_end(tmp_path):
     assert live.left_over() == []
     assert (stopped.summary["status"], stopped.summary["exit_code"]) == ("stopped", 130)
     assert "freewheel resume" in stopped.err
+    assert audit(stopped.folder) == []
     steps_before = stopped.summary["steps"]
     assert 4 <= steps_before < 13
     live = resume(stopped.folder)
     done = live.finish()
     assert done.code == 0, done.err
     assert live.left_over() == []
-    check_samples(done)
-    check_validations(done)
+    assert audit(done.folder) == []
     rows = done.rows("samples")
     by_epoch = Counter((row["epoch"], row["prompt_index"]) for row in rows)
     assert by_epoch == {(epoch, prompt): 4 for epoch in range(2) for prompt in range(26)}
@@ -201,6 +204,7 @@ def test_strict_on_policy_is_on_policy(tmp_path):
     }
     finished = start(tmp_path, changes).finish()
     assert finished.code == 0, finished.err
+    assert audit(finished.folder) == []
     for row in finished.rows("metrics"):
         assert row["training/rollout_probs_diff_max"] < 1e-3
     versions = {row["step"]: row["policy_version"] for row in finished.rows("metrics")}
@@ -217,6 +221,7 @@ def test_sigterm_ends_with_its_own_code(tmp_path):
     assert finished.code == 143, finished.err
     assert finished.summary["status"] == "stopped"
     assert finished.summary["checkpoints"]
+    assert audit(finished.folder) == []
 
 
 def test_a_second_sigint_ends_at_once(tmp_path):

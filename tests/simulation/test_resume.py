@@ -10,6 +10,8 @@ import pytest
 from freewheel.checkpoint.control_state import control_problem
 from freewheel.simulation.run import SimRun, simulate
 from freewheel.simulation.settings import Faults
+from tests.audit import audit
+from tests.simulation.run_files import write_run
 from tests.simulation.scenarios import (
     FIELD_MODES,
     VALIDATION_MODES,
@@ -33,6 +35,13 @@ def trained_steps(run: SimRun) -> list[int]:
     return [row["step"] for row in run.recorder.rows("metrics")]
 
 
+def check_audited(config, settings, run: SimRun, folder) -> None:
+    """The run as a folder keeps its contract, and reads as one story."""
+    write_run(config, settings, run, folder)
+    assert audit(folder) == []
+    check_story(config, run)
+
+
 def check_story(config, run: SimRun) -> None:
     """The records of all lives together read as those of one run."""
     check_staleness(config, run)
@@ -50,18 +59,20 @@ def check_story(config, run: SimRun) -> None:
 
 @pytest.mark.parametrize("mode", FIELD_MODES)
 @pytest.mark.parametrize("stop_at_s", [0.5, 3.0, 11.0, 27.0, 41.0])
-def test_stopped_and_resumed(mode, stop_at_s):
+def test_stopped_and_resumed(mode, stop_at_s, tmp_path):
     config = small_config(mode, total_training_steps=None, total_epochs=2)
     settings = random_settings(random.Random(1), 1, faults=False)
     run = simulate(config, settings, stop_at_s=stop_at_s)
     assert run.end.exit_code == 130
     assert run.end.status == "stopped"
     assert run.ended_s - stop_at_s <= config.health.shutdown_timeout_s
-    check_story(config, finish(config, settings, run))
+    write_run(config, settings, run, tmp_path / "stopped")
+    assert audit(tmp_path / "stopped") == []
+    check_audited(config, settings, finish(config, settings, run), tmp_path / "done")
 
 
 @pytest.mark.parametrize("mode", FIELD_MODES)
-def test_killed_at_random_moments_and_resumed(mode):
+def test_killed_at_random_moments_and_resumed(mode, tmp_path):
     for seed in range(50):  # 4 modes: 200 kill points
         rng = random.Random(f"kill/{mode}/{seed}")
         config = random_config(rng, mode, rng.choice(["parallel", "exclusive", "dedicated"]))
@@ -70,7 +81,7 @@ def test_killed_at_random_moments_and_resumed(mode):
         try:
             for _ in range(rng.choice([1, 1, 3])):
                 run = simulate(config, settings, run=run, kill_at_s=rng.uniform(1.0, 60.0))
-            check_story(config, finish(config, settings, run))
+            check_audited(config, settings, finish(config, settings, run), tmp_path / str(seed))
         except BaseException as error:
             error.add_note(f"seed {seed}: {config}\n{settings}")
             raise

@@ -115,7 +115,9 @@ class Checkpointer:
         folder = await self._on_disk(job, "folder", self._store.begin(job.step))
         state = await self._write_state(job, folder)
         await self._on_disk(job, "records", self._recorder.flush())
-        path = await self._on_disk(job, "manifest", self._store.commit(job.step, state.control))
+        # Those that were saved by now: an earlier one may have been unwritten at the cut.
+        control = {**state.control, "checkpoints": list(self.saved_steps)}
+        path = await self._on_disk(job, "manifest", self._store.commit(job.step, control))
         self._trainer.saved(job.step, path)
         self.saved_steps.append(job.step)
         self._recorder.event(

@@ -171,7 +171,12 @@ class Controller:
             for replica_id in self.pool.slots
         ]
         runner = GroupRunner(
-            pool=self.pool, workers=self.workers, health=health, waits=waits, recorder=recorder
+            pool=self.pool,
+            workers=self.workers,
+            health=health,
+            waits=waits,
+            recorder=recorder,
+            on_late=self.ledger.ignore_late,
         )
         self.feed = Feed(config, workers=self.workers, waits=waits)
         self.admission = Admission(
@@ -484,7 +489,6 @@ class Controller:
             "held_versions": [weights.version for weights in held],
             "num_rows": self._recorder.num_rows(),
             "num_validations": self.validator.num_recorded,
-            "checkpoints": list(self.checkpointer.saved_steps),
             "run_s": self.now_s(),
             "busy_s": self._busy_and_total_s(),
         }
@@ -576,6 +580,7 @@ class Controller:
                 "policy_version": self.train.state.version,
                 "samples": self.ledger.counts(),
                 "failures": self.ledger.failures(),
+                "late_results": self.ledger.num_late,
                 "wall_s": round(self.now_s(), 3),
                 "trainer_wait_s": {k: round(v, 6) for k, v in self.train.state.wait_s.items()},
                 "rollout_idle_ratio": round(1 - busy_s / total_s, 6) if total_s else 0.0,

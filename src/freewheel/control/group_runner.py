@@ -2,10 +2,11 @@
 
 Shared by training rollouts and validation. A failure of a member comes back as its outcome; a
 worker that does not answer by deadline plus grace is reported lost, and so is a replica that a
-worker could not reach.
+worker could not reach. An answer to an earlier attempt is not taken for one to this.
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from freewheel.config.sections import HealthConfig
@@ -18,7 +19,10 @@ from freewheel.types import GroupRequest, GroupResult, Member, RolloutOutcome, S
 
 
 class GroupRunner:
-    """Runs group requests. Holds no state but the counter of request ids."""
+    """Runs group requests. Holds no state but the counter of request ids.
+
+    `on_late` is given outcomes of earlier attempts, which are in no result.
+    """
 
     def __init__(
         self,
@@ -28,12 +32,14 @@ class GroupRunner:
         health: HealthConfig,
         waits: WaitTable,
         recorder: Recorder,
+        on_late: Callable[[Sequence[RolloutOutcome]], None],
     ) -> None:
         self._pool = pool
         self._workers = workers
         self._health = health
         self._waits = waits
         self._recorder = recorder
+        self._on_late = on_late
         self._request_ids = count()
 
     async def run(
@@ -58,8 +64,7 @@ class GroupRunner:
             sampling=sampling,
             timeout_s=timeout_s,
         )
-        result = await self._call(lease, request)
-        _check_result(request, result)
+        result = self._without_late(request, await self._call(lease, request))
         self._notice_lost_replica(lease, result)
         return result
 
@@ -86,6 +91,17 @@ class GroupRunner:
         self._workers.report_lost(worker, reason)
         return _all_failed(request, FailureClass.LOST_WORKER, reason)
 
+    def _without_late(self, request: GroupRequest, result: GroupResult) -> GroupResult:
+        """The result, or all members as lost if their worker answered an earlier attempt."""
+        late = _late_outcomes(request, result)
+        if not late:
+            _check_result(request, result)
+            return result
+        self._on_late(late)
+        # Its trajectories, too, may be of the earlier attempt: nothing of it can be used.
+        reason = "the rollout worker answered an earlier attempt"
+        return _all_failed(request, FailureClass.LOST_WORKER, reason)
+
     def _notice_lost_replica(self, lease: Lease, result: GroupResult) -> None:
         lost = [o for o in result.outcomes if o.failure is FailureClass.LOST_REPLICA]
         gone = self._pool.down(lease.replica_id, lease.incarnation) if lost else None
@@ -100,6 +116,11 @@ def _all_failed(request: GroupRequest, failure: FailureClass, message: str) -> G
         for m in request.members
     )
     return GroupResult(request_id=request.request_id, outcomes=outcomes, payload=None)
+
+
+def _late_outcomes(request: GroupRequest, result: GroupResult) -> list[RolloutOutcome]:
+    asked = {member.sample_id: member.attempt for member in request.members}
+    return [o for o in result.outcomes if o.attempt < asked.get(o.sample_id, 0)]
 
 
 def _check_result(request: GroupRequest, result: GroupResult) -> None:

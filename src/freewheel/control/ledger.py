@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import compress
 from typing import Any
 
 from freewheel.control.staleness import Candidate
@@ -100,6 +101,7 @@ class Ledger:
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         self.dropped_in_a_row = 0
+        self.num_late = 0
         self._group_size = group_size
         self._max_prompt_failures = max_prompt_failures
         self._recorder = recorder
@@ -196,30 +198,58 @@ class Ledger:
         return tuple(members)
 
     def absorb(self, group: Group, outcomes: Sequence[RolloutOutcome], payload: Ref | None) -> None:
-        """Take the outcomes of an attempt; those of an earlier attempt are refused.
+        """Take the outcomes of an attempt. Those that come too late are ignored and counted.
+
+        Too late is what belongs to an earlier attempt, a second answer for the same one, and
+        whatever comes to a group that is ready or closed: its fate is decided.
 
         Raises:
-            InvariantError: an outcome of no current member.
+            InvariantError: an outcome of no attempt that was begun, or late and current ones with
+                trajectories in one payload, which cannot be parted.
         """
+        is_late = [self._is_late(group, outcome) for outcome in outcomes]
+        late = list(compress(outcomes, is_late))
+        taken = [o for o, too_late in zip(outcomes, is_late, strict=True) if not too_late]
+        finished = [o for o in taken if o.failure is None]
+        if late:
+            self.ignore_late(late)
+            if finished and any(o.failure is None for o in late):
+                raise InvariantError(
+                    f"group {group.group_id}: late and current trajectories came together: "
+                    f"{[(o.sample_id, o.attempt) for o in outcomes]}"
+                )
+        self._book(group, taken)
+        if payload is not None and finished:
+            group.payloads.append(payload)
+        self._moved()
+
+    def _book(self, group: Group, outcomes: Sequence[RolloutOutcome]) -> None:
         now_s, longest_s = self._now_s(), max((o.wall_s for o in outcomes), default=0.0)
         for outcome in outcomes:
             index = _number(outcome)
-            if (
-                outcome.sample_id != group.sample_id(index)
-                or outcome.attempt != group.attempts[index]
-            ):
-                raise InvariantError(
-                    f"group {group.group_id}: outcome of sample {outcome.sample_id}, attempt "
-                    f"{outcome.attempt}, but attempt {group.attempts[index]} is the current one"
-                )
             group.outcomes[index] = outcome
             # They come together, when the last has ended.
             ended_s = now_s - (longest_s - outcome.wall_s if outcome.wall_s else 0.0)
             began_s = ended_s - outcome.wall_s if outcome.wall_s else 0.0
             group.times_s[index] = (max(began_s, group.began_s[index]), ended_s)
-        if payload is not None and any(outcome.failure is None for outcome in outcomes):
-            group.payloads.append(payload)
-        self._moved()
+
+    def _is_late(self, group: Group, outcome: RolloutOutcome) -> bool:
+        index = _number(outcome)
+        current = group.attempts[index] if index < len(group.attempts) else 0
+        if outcome.sample_id != group.sample_id(index) or outcome.attempt > current:
+            raise InvariantError(
+                f"group {group.group_id}: outcome of sample {outcome.sample_id}, attempt "
+                f"{outcome.attempt}, but attempt {current} is the current one"
+            )
+        booked = group.outcomes.get(index)
+        is_decided = group.ready or self.open.get(group.group_id) is not group
+        is_booked = booked is not None and booked.attempt == current
+        return is_decided or is_booked or outcome.attempt < current
+
+    def ignore_late(self, outcomes: Sequence[RolloutOutcome]) -> None:
+        """Count outcomes that came when another attempt had taken their place."""
+        self.num_late += len(outcomes)
+        self._recorder.event("late_results", samples=[[o.sample_id, o.attempt] for o in outcomes])
 
     def make_ready(self, group: Group) -> None:
         """The group is complete and waits for the trainer."""
@@ -358,6 +388,7 @@ class Ledger:
             "issued": self._issued,
             "fates": dict(self._fates),
             "failures": dict(self._failures),
+            "late": self.num_late,
             "prompt_failures": {str(k): v for k, v in self._prompt_failures.items()},
             "dropped_prompts": sorted(self._named),
             "open": [_group_state(group) for group in self.open.values()],
@@ -373,6 +404,7 @@ class Ledger:
         self._issued = state["issued"]
         self._fates = Counter(state["fates"])
         self._failures = Counter(state["failures"])
+        self.num_late = state.get("late", 0)
         self._prompt_failures = Counter({int(k): v for k, v in state["prompt_failures"].items()})
         self._named = set(state["dropped_prompts"])
         self.open = {row["group_id"]: _restore_group(row) for row in state["open"]}

@@ -20,6 +20,7 @@ class FakeReplica(FakeProcess):
         self._history: list[tuple[float, int]] = []
         self._num_tokens = 0
         self._num_running = 0
+        self._began_s: list[float] = []
         self.num_updates = 0
         self.is_stuck = False
 
@@ -65,7 +66,15 @@ class FakeReplica(FakeProcess):
             raise ReplicaLostError(
                 f"replica {self._replica_id} died while it loaded version {weights.version}"
             )
-        self._history.append((asyncio.get_running_loop().time(), weights.version))
+        self._activate(weights.version)
+
+    def _activate(self, version: int) -> None:
+        """Note the moment; forget versions that ended before anything that still runs began."""
+        now_s = asyncio.get_running_loop().time()
+        self._history.append((now_s, version))
+        oldest_s = min(self._began_s, default=now_s)
+        while len(self._history) > 1 and self._history[1][0] <= oldest_s:
+            del self._history[0]
 
     async def generate(self, num_tokens: int) -> VersionSpans:
         """Sample so many tokens; their versions, by the moments of activation."""
@@ -74,12 +83,14 @@ class FakeReplica(FakeProcess):
         rate = self._world.settings.tokens_per_s
         began_s = asyncio.get_running_loop().time()
         self._num_running += 1
+        self._began_s.append(began_s)
         try:
             alive = await self._live(num_tokens / rate)
             if self.is_stuck:
                 alive = not await self._died.wait()
         finally:
             self._num_running -= 1
+            self._began_s.remove(began_s)
         if not alive:
             raise ReplicaLostError(f"replica {self._replica_id} died")
         self._num_tokens += num_tokens
