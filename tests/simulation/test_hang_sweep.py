@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from freewheel.simulation.settings import Failure
-from tests.simulation.hang_cases import TRAINER_IS_REPLACED, run_case
+from tests.simulation.hang_cases import run_case
 from tests.simulation.scenarios import FIELD_MODES
 
 SEEDS = 200
@@ -16,6 +16,8 @@ REPLACES = {
     Failure.ENGINE_KILLED,
     Failure.WORKER_FROZEN,
     Failure.WORKER_KILLED,
+    Failure.TRAINER_FROZEN,
+    Failure.TRAINER_KILLED,
     Failure.WEIGHT_FETCH_NEVER_RETURNS,
 }
 ENDS = {
@@ -23,11 +25,6 @@ ENDS = {
     Failure.CHECKPOINT_NEVER_RETURNS: 7,
     Failure.NEVER_PLACED: 3,
 }
-TRAINER_ENDS = {Failure.TRAINER_FROZEN: 4, Failure.TRAINER_KILLED: 5}
-if TRAINER_IS_REPLACED:
-    REPLACES |= set(TRAINER_ENDS)
-else:
-    ENDS |= TRAINER_ENDS
 
 
 @pytest.mark.parametrize("mode", FIELD_MODES)

@@ -200,7 +200,7 @@ def test_resumed_on_other_workers_and_with_other_settings(changes):
         config,
         rollout=replace(config.rollout, **changes),
         actor=replace(config.actor, optim=replace(config.actor.optim, lr=2e-6)),
-        trainer=replace(config.trainer, save_freq=1, test_freq=3),
+        trainer=replace(config.trainer, save_freq=1),
     )
     versions_before = [row["policy_version"] for row in run.recorder.rows("metrics")]
     resumed = finish(other, settings, run)
@@ -216,11 +216,11 @@ def test_changed_held_out_prompts_are_refused_and_beginning_to_validate_is_not()
     run = simulate(config, settings, kill_at_s=25.0)
     folder = run.checkpoints.latest
     saved = json.loads(run.checkpoints.saved[folder])
-    assert saved["val_data_fingerprint"] == "val"
+    assert saved["val_data_fingerprint"] == "validation"
     run.checkpoints.saved[folder] = json.dumps({**saved, "val_data_fingerprint": "other"})
     refused = simulate(config, settings, run=run)
     assert refused.end.exit_code == 7
     assert "data.val_files" in refused.end.cause
-    assert "fingerprint other, now val" in refused.end.cause
+    assert "fingerprint other, now validation" in refused.end.cause
     run.checkpoints.saved[folder] = json.dumps({**saved, "val_data_fingerprint": None})
     finish(config, settings, run)

@@ -123,8 +123,16 @@ class TrainerKeeper:
 
         Raises:
             StartupError: it did not come up within `health.startup_timeout_s`.
+            TrainerLostError: it died again and again.
         """
-        info = await self._start(checkpoint, waiter="train")
+        while True:
+            try:
+                info = await self._start(checkpoint, waiter="train")
+                break
+            except TrainerLostError as lost:
+                self._trainer.kill()
+                self._restarts.spend("trainer", lost)
+                self._trainer = self._make()
         self._saved_folder, self._saved_step = checkpoint, info.step
         self._step = self._journal_from = info.step
 
