@@ -28,7 +28,6 @@ from tests.simulation.scenarios import (
 )
 from tests.simulation.standstill import Observer
 
-
 _USER_CODE = {
     Failure.ENVIRONMENT_NEVER_RETURNS,
     Failure.ENVIRONMENT_BLOCKS_LOOP,
@@ -142,7 +141,7 @@ def may_end_with(case: Case) -> dict[int, str]:
         ends[7] = (
             r"^CheckpointError: .*No space left on device$"
             if failure is Failure.CHECKPOINT_DISK_FULL
-            else r"^CheckpointError: checkpoint of step \d: not (copied|written) within 10 s"
+            else r"^CheckpointError: checkpoint of step \d: (\w+ )?not (copied|written) within 10 s"
         )
     elif failure is Failure.NEVER_PLACED:
         # A run may also complete without the one that is missing, before the limit is over.

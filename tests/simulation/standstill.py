@@ -63,7 +63,9 @@ class Observer:
             self.late += rule.look(now_s)
 
 
-def make_rules(controller: Controller, backend: FakeBackend) -> list[Rule]:
+def make_rules(  # noqa: C901 - one short function a rule
+    controller: Controller, backend: FakeBackend
+) -> list[Rule]:
     """The documented limits, each plus the grace for what is found by its absence."""
     config, health = controller.config, controller.config.health
     pool, train, workers = controller.pool, controller.train, controller.workers
@@ -98,9 +100,15 @@ def make_rules(controller: Controller, backend: FakeBackend) -> list[Rule]:
     def validation() -> list[tuple[object, object]]:
         return [] if (run := controller.validator.current) is None else [(run.step, None)]
 
+    def trainer_moves() -> tuple[int, ...]:
+        """A trainer that is replaced has each limit again, and so has each step of its replay."""
+        return controller.restarts.count, controller.trainer.num_moves
+
     def copies() -> list[tuple[object, object]]:
         checkpointer = controller.checkpointer
-        return [("copy", len(checkpointer.saved_steps))] if checkpointer.num_copies else []
+        if not checkpointer.num_copies:
+            return []
+        return [("copy", (len(checkpointer.saved_steps), *trainer_moves()))]
 
     def anything() -> list[tuple[object, object]]:
         rows = sum(controller._recorder.num_rows().values())
@@ -115,7 +123,7 @@ def make_rules(controller: Controller, backend: FakeBackend) -> list[Rule]:
         (
             "start of trainer and first publication",
             health.startup_timeout_s + health.sync_timeout_s,
-            lambda: [] if controller.store.latest else [("trainer", None)],
+            lambda: [] if controller.store.latest else [("trainer", trainer_moves())],
         ),
         ("rollout lease", rollout_s, lambda: leases(Purpose.TRAINING)),
         ("validation lease", trial_s, lambda: leases(Purpose.VALIDATION)),
@@ -123,7 +131,7 @@ def make_rules(controller: Controller, backend: FakeBackend) -> list[Rule]:
         (
             "training step",
             health.train_step_timeout_s,
-            lambda: [("step", train.state.step)] if train.is_training else [],
+            lambda: [("step", (train.state.step, *trainer_moves()))] if train.is_training else [],
         ),
         ("weight update", health.sync_timeout_s, updates),
         ("validation", config.validation.timeout_s + drain_s, validation),
