@@ -125,6 +125,9 @@ def _check_engine(config: Config) -> Iterator[str]:
     if rollout.tensor_parallel_size > 1 and rollout.engine == "torch":
         names = _values(config, "rollout.tensor_parallel_size", "rollout.engine")
         yield f"{names}: the torch engine does not split a model; use engine vllm, or size 1"
+    if not rollout.reset_prefix_cache and rollout.engine == "torch":
+        names = _values(config, "rollout.reset_prefix_cache", "rollout.engine")
+        yield f"{names}: the torch engine computes keys and values anew in any case"
     if rollout.device != "cpu":
         yield from _check_replica_gpus(config)
 

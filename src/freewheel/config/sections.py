@@ -138,6 +138,16 @@ class RolloutConfig:
     slow."""
     tensor_parallel_size: Count = 1
     """GPUs over which one replica splits the model (vLLM)."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that vLLM takes, weights and keys and values together; there
+    `kv_cache_bytes` is not used."""
+    enforce_eager: bool | None = None
+    """vLLM runs the model as it stands, without compiling it or recording CUDA graphs. Unset: on
+    CPUs, where compiling takes minutes and gains little."""
+    reset_prefix_cache: bool = True
+    """With new weights vLLM forgets cached prefixes, and computes the keys and values of requests in
+    flight anew. False keeps both: a faster sync, and tokens whose distribution no single version
+    has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
