@@ -16,6 +16,7 @@
     ├── DataError                       9   the data cannot be read, or no usable prompt is left
     ├── LoopEndedError                 10   a loop of the controller ended before the run did
     ├── RecordError                    11   the run's records cannot be written or read
+    ├── EngineMismatchError            12   engine and trainer disagree on the same weights
     └── RolloutError                    -   one rollout failed: data, never the end of a run
 
 130 and 143 are the shell's codes for SIGINT and SIGTERM.
@@ -119,6 +120,12 @@ class RecordError(FreewheelError):
     """The files of the run folder, or what a logger keeps, cannot be written or read."""
 
     exit_code = 11
+
+
+class EngineMismatchError(FreewheelError):
+    """Logprobs of engine and trainer differ by more than `health.max_logprob_difference`."""
+
+    exit_code = 12
 
 
 class RolloutError(FreewheelError):

@@ -164,6 +164,22 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield f"{names}: the longest sample ({longest} tokens) does not fit in a micro-batch"
 
 
+def _check_mismatch(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.health.max_logprob_difference is None:
+        return
+    if rollout.temperature == 0 or rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+        names = _values(
+            config,
+            "health.max_logprob_difference",
+            "rollout.temperature",
+            "rollout.top_p",
+            "rollout.top_k",
+            "rollout.min_p",
+        )
+        yield f"{names}: the trainer scores without filters, so logprobs differ in any case"
+
+
 def _check_schedule(config: Config) -> Iterator[str]:
     optim, total = config.actor.optim, config.trainer.total_training_steps
     shape = optim.lr_scheduler_type
@@ -303,6 +319,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_user_code,
     _check_engine,
     _check_trainer,
+    _check_mismatch,
     _check_schedule,
     _check_staleness,
     _check_validation,

@@ -385,6 +385,10 @@ class HealthConfig:
     """From a stop signal to the end, the last checkpoint included."""
     max_restarts: CountOrZero = 8
     """Replacements of lost replicas and rollout workers, together, before the run ends."""
+    max_logprob_difference: Positive | None = None
+    """Engine and trainer are compared on the tokens that were sampled under the trainer's own
+    weights; when their logprobs differ by more than this on average, the run ends. In float32 they
+    agree to 1e-5, in bfloat16 to a few hundredths. Unset: only measured (`engine_mismatch/*`)."""
     max_failed_groups_in_a_row: Count = 128
     """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3
