@@ -82,7 +82,9 @@ async def test_greedy_takes_the_likeliest_token(core):
     model = make_model(0)
     for place in range(5):
         prefix = [9, 8, *result.token_ids[:place].tolist()]
-        every = [model_logprobs(model, prefix, [t], SamplingParams(max_tokens=1)) for t in range(61)]
+        every = [
+            model_logprobs(model, prefix, [t], SamplingParams(max_tokens=1)) for t in range(61)
+        ]
         assert np.argmax(np.concatenate(every)) == result.token_ids[place]
 
 
@@ -129,9 +131,7 @@ async def test_a_stop_with_the_last_token_counts_as_stop(core):
     place = next(i for i in range(1, 40) if tokens[i] not in tokens[:i])
     result = await _one(
         core,
-        request(
-            "b", [9, 8], max_tokens=place + 1, temperature=0, stop_token_ids=(tokens[place],)
-        ),
+        request("b", [9, 8], max_tokens=place + 1, temperature=0, stop_token_ids=(tokens[place],)),
     )
     assert (result.finish_reason, len(result.token_ids)) == ("stop", place + 1)
 
@@ -233,9 +233,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(core):
         await core.update_weights(1, pack_weights([*named, ("extra", named[0][1].clone())]))
     result = await _one(core, request("a", [5, 6], max_tokens=30))
     assert result.versions.tolist() == [0] * 30
-    expected = model_logprobs(
-        make_model(0), [5, 6], result.token_ids, SamplingParams(max_tokens=1)
-    )
+    expected = model_logprobs(make_model(0), [5, 6], result.token_ids, SamplingParams(max_tokens=1))
     np.testing.assert_allclose(result.logprobs, expected, atol=2e-4)
 
 

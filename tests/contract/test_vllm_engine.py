@@ -215,7 +215,7 @@ async def test_its_process_ends_with_the_replicas(tmp_path):
     script = tmp_path / "replica.py"
     script.write_text(program)
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    replica = subprocess.Popen(
+    replica = subprocess.Popen(  # noqa: ASYNC220  # starting a process blocks for a moment alone
         [sys.executable, str(script), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": paths},
         stdout=subprocess.PIPE,

@@ -47,9 +47,7 @@ def _groups(model_path, offset, version=3):
 
 
 def _train(core, groups, number=1, version=3):
-    request = TrainRequest(
-        step=number, policy_version=version, payloads=(), mini_batch_groups=2
-    )
+    request = TrainRequest(step=number, policy_version=version, payloads=(), mini_batch_groups=2)
     return core.train_step(request, groups).metrics
 
 

@@ -145,7 +145,7 @@ class RolloutConfig:
     """vLLM runs the model as it stands, without compiling it or recording CUDA graphs. Unset: on
     CPUs, where compiling takes minutes and gains little."""
     reset_prefix_cache: bool = True
-    """With new weights vLLM forgets cached prefixes, and computes the keys and values of requests in
+    """With new weights vLLM forgets cached prefixes and computes the keys and values of requests in
     flight anew. False keeps both: a faster sync, and tokens whose distribution no single version
     has."""
 

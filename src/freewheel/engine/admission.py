@@ -24,7 +24,11 @@ def check_request(
         RolloutError: class `over_long_prompt`, or `bad_prompt`.
         ConfigError: its sampling parameters cannot be used.
     """
-    name, sampling, ids = f"request {request.request_id}", request.sampling, request.prompt_token_ids
+    name, sampling, ids = (
+        f"request {request.request_id}",
+        request.sampling,
+        request.prompt_token_ids,
+    )
     # Only the whole counts: a later turn's prompt has the turns before it. The length of the
     # conversation's own prompt is checked where it is rendered.
     longest = rollout.max_prompt_length + rollout.max_response_length

@@ -34,8 +34,8 @@ MISMATCH_TOKENS = "engine_mismatch/num_tokens"
 MISMATCH_MEAN = "engine_mismatch/logprobs_diff_mean"
 _MISMATCH_MAX = "engine_mismatch/logprobs_diff_max"
 _MISMATCH = (MISMATCH_TOKENS, MISMATCH_MEAN, "engine_mismatch/k3_kl")
-"""Between engine and trainer on the tokens that were sampled under the very weights that the trainer
-has: no staleness in it, only what the two compute differently."""
+"""Between engine and trainer on the tokens that were sampled under the very weights that the
+trainer has: no staleness in it, only what the two compute differently."""
 _SUMS = (*_LOSSES, *_PER_TOKEN, *_PER_SEQUENCE, *_MISMATCH)
 _MAXIMA = ("training/rollout_probs_diff_max", "rollout_corr/rollout_is_max", _MISMATCH_MAX)
 

@@ -9,12 +9,12 @@ weights. The class is imported where torch is, vLLM itself only by `start`.
 import asyncio
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from freewheel.backends.vllm.segment import Chunk, WeightSegment, plan_chunks
-from freewheel.backends.vllm.settings import engine_arguments, environment
+from freewheel.backends.vllm.settings import INSTALL, engine_arguments, environment
 from freewheel.backends.vllm.translate import generation, sampling_arguments
 from freewheel.config.sections import Config
 from freewheel.engine.admission import check_request
@@ -33,8 +33,6 @@ from freewheel.weights import WeightBundle, unpack_weights
 
 NO_WEIGHTS = -1
 """Version before the first update."""
-
-INSTALL = "pip install 'freewheel[vllm]', or on a machine without GPU as docs/vllm.md says"
 
 
 class VllmEngine:
@@ -256,10 +254,8 @@ class VllmEngine:
             **arguments, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         )
         prompt = self._vllm.inputs.engine.tokens_input(request.prompt_token_ids.tolist())
-        answer: Any = None
         try:
-            async for answer in self._llm.generate(prompt, sampling, request.request_id):
-                pass
+            answer = await _last(self._llm.generate(prompt, sampling, request.request_id))
         except self._dead_error as error:
             raise ReplicaLostError(f"vLLM: its process ended: {error}") from error
         except self._vllm.exceptions.VLLMClientError as error:
@@ -325,6 +321,14 @@ class VllmEngine:
             self._segment.close()
         self._segment = WeightSegment(needed)
         return self._segment
+
+
+async def _last(answers: AsyncIterator[Any]) -> Any:
+    """What a stream ends with."""
+    last: Any = None
+    async for answer in answers:
+        last = answer
+    return last
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -9,6 +9,7 @@ from freewheel.models import cache_folder
 
 BACKEND = "freewheel"
 EXTENSION = "freewheel.backends.vllm.worker.WorkerExtension"
+INSTALL = "type: pip install 'freewheel[vllm]', or on a machine without GPU do as docs/vllm.md says"
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",

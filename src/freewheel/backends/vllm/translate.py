@@ -60,12 +60,19 @@ def generation(request: GenerationRequest, output: Any, late: Container[str]) ->
         raise RolloutError(FailureClass.ENGINE, f"{name}: logits are not finite")
     if reason == "abort" and request.request_id in late:
         reason = "timeout"
-    spans = output.weight_versions or ()
-    versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
+    versions = [
+        int(span.version)
+        for span in output.weight_versions or ()
+        for _ in range(span.start, span.end)
+    ]
+    count = len(output.token_ids)
+    if len(logprobs) != count or len(versions) != count:
+        message = f"{count} tokens, {len(logprobs)} logprobs, {len(versions)} versions"
+        raise RolloutError(FailureClass.ENGINE, f"{name}: vLLM gave {message}")
     return Generation(
         request_id=request.request_id,
         token_ids=np.asarray(output.token_ids, dtype=np.int32),
         logprobs=logprobs,
-        versions=np.concatenate(versions) if versions else np.zeros(0, np.int32),
+        versions=np.asarray(versions, dtype=np.int32),
         finish_reason=reason,
     )

@@ -60,7 +60,7 @@ class SegmentTransfer(_base.WeightTransferEngine):
         """Nothing to connect to."""
 
     def start_weight_update(self) -> None:
-        """Make the model ready to be loaded anew; it cannot compute until the update is finished."""
+        """Make the model ready to be loaded anew; until the end of it, it cannot compute."""
         self._missing = {name for name, _ in self.model.named_parameters()}
         self._is_checked = self.model_config.quantization is None
         _reload.initialize_layerwise_reload(self.model)
@@ -105,18 +105,17 @@ def _refresh_tied_heads(model: torch.nn.Module) -> None:
     On CPUs vLLM computes with a packed copy of the head's weight, and a reload, which finds no
     weights for a tied head, leaves that copy as it was.
     """
-    embedding: Any = importlib.import_module(
-        "vllm.model_executor.layers.vocab_parallel_embedding"
-    )
-    weights = [
+    embedding: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    modules: list[Any] = list(model.modules())
+    heads = [module for module in modules if isinstance(module, embedding.ParallelLMHead)]
+    shared = {
         module.weight.data_ptr()
-        for module in model.modules()
-        if isinstance(module, embedding.VocabParallelEmbedding)
-        and not isinstance(module, embedding.ParallelLMHead)
-    ]
-    for module in model.modules():
-        if isinstance(module, embedding.ParallelLMHead) and module.weight.data_ptr() in weights:
-            module.quant_method.process_weights_after_loading(module)
+        for module in modules
+        if isinstance(module, embedding.VocabParallelEmbedding) and module not in heads
+    }
+    for head in heads:
+        if head.weight.data_ptr() in shared:
+            head.quant_method.process_weights_after_loading(head)
 
 
 def _end_with_parent() -> None:
