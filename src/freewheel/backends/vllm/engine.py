@@ -9,9 +9,9 @@ weights. The class is imported where torch is, vLLM itself only by `start`.
 import asyncio
 import importlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from freewheel.backends.vllm.segment import Chunk, WeightSegment, plan_chunks
 from freewheel.backends.vllm.settings import INSTALL, engine_arguments, environment
@@ -30,6 +30,8 @@ from freewheel.errors import (
 )
 from freewheel.types import Generation, GenerationRequest, ReplicaStats
 from freewheel.weights import WeightBundle, unpack_weights
+
+R = TypeVar("R")
 
 NO_WEIGHTS = -1
 """Version before the first update."""
@@ -58,6 +60,7 @@ class VllmEngine:
         self._in_flight: set[str] = set()
         self._late: set[str] = set()
         self._version = NO_WEIGHTS
+        self._watched: list[int] = []
         self._updating = asyncio.Lock()
         self._ended = asyncio.Event()
         self._why_ended = "vLLM: not started"
@@ -72,14 +75,15 @@ class VllmEngine:
         """
         try:
             await asyncio.to_thread(self._build)
+            self._why_ended = ""
+            self._watch()
             # Asked once now, so that taking a request in never waits for the engine.
-            await self._llm.get_supported_tasks()
-            await self._llm.pause_generation(mode="keep")
+            await self._call(self._llm.get_supported_tasks())
+            await self._call(self._llm.pause_generation(mode="keep"))
         except FreewheelError:
             raise
         except Exception as error:
             raise StartupError(f"vLLM did not come up: {type(error).__name__}: {error}") from error
-        self._why_ended = ""
 
     async def generate(
         self, requests: Sequence[GenerationRequest], *, timeout_s: float
@@ -133,7 +137,7 @@ class VllmEngine:
             assert self._facts is not None
             self._facts.weight_names.check(unpack_weights(bundle))
             try:
-                await self._load(version, bundle)
+                await self._call(self._load(version, bundle))
             except BaseException as error:
                 self._end(f"vLLM: version {version} was not loaded: {error!r}")
                 await asyncio.shield(asyncio.to_thread(self._kill))
@@ -174,8 +178,7 @@ class VllmEngine:
 
     async def aclose(self) -> None:
         """End vLLM's process; calls in flight raise `ReplicaLostError`. Idempotent."""
-        self._why_ended = self._why_ended or "vLLM: closed"
-        self._ended.set()
+        self._end("vLLM: closed")
         await asyncio.to_thread(self.close)
 
     def _build(self) -> None:
@@ -233,6 +236,35 @@ class VllmEngine:
         """Serve no more: whatever this engine holds, no one may sample from it."""
         self._why_ended = self._why_ended or why
         self._ended.set()
+        loop = asyncio.get_running_loop()
+        for descriptor in self._watched:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self._watched.clear()
+
+    def _watch(self) -> None:
+        """Hear of the end of vLLM's process at once."""
+        loop = asyncio.get_running_loop()
+        for process in self._llm.engine_core.resources.engine_manager.processes:
+            descriptor = os.pidfd_open(process.pid)
+            self._watched.append(descriptor)
+            loop.add_reader(descriptor, self._end, f"vLLM: its process {process.pid} ended")
+
+    async def _call(self, call: Coroutine[Any, Any, R]) -> R:
+        """Await vLLM's answer, but not past the end of its process: vLLM itself would, for ever."""
+        first = asyncio.FIRST_COMPLETED
+        try:
+            async with asyncio.TaskGroup() as group:
+                ended = group.create_task(self._ended.wait(), name="vllm-ended")
+                work = group.create_task(call, name="vllm-call")
+                await asyncio.wait({work, ended}, return_when=first)
+                ended.cancel()
+                work.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        if work.cancelled():
+            raise ReplicaLostError(self._why_ended)
+        return work.result()
 
     def _kill(self) -> None:
         """End vLLM's process without letting its current call finish."""
