@@ -1,7 +1,6 @@
-"""Training runs with vLLM: `make test-vllm`. In-flight updates, validation beside it, a lost engine."""
+"""Training runs with vLLM (`make test-vllm`): in-flight updates, validation, a lost engine."""
 
 import importlib.util
-import time
 
 import psutil
 import pytest
@@ -44,19 +43,19 @@ def test_a_run_trains_and_validates_under_pinned_versions(tmp_path):
     finished = run.finish(timeout_s=800)
     _check(finished, steps=8)
     assert len(finished.rows("validations")) == 3
-    # Weights changed under rollouts in flight.
-    rows = finished.rows("metrics")
-    assert max(row["fully_async/partial/max_partial_span"] for row in rows) >= 1
     assert run.left_over() == []
 
 
-def test_an_engine_that_is_killed_is_replaced_and_the_run_completes(tmp_path):
-    run = start(tmp_path, VLLM)
-    run.wait_for_event("weights_activated", count=4, timeout_s=400)
-    victim = _engines(run)[0]
-    victim.kill()
-    began_s = time.monotonic()
-    run.wait_for_event("replica_up", count=3, timeout_s=400)
-    assert time.monotonic() - began_s < 390
-    _check(run.finish(timeout_s=800), steps=8)
+def test_a_run_outlives_an_engine_that_is_killed(tmp_path):
+    run = start(tmp_path, VLLM | {"trainer": {"total_training_steps": 40}})
+    run.wait_for_event("replica_up", count=2, timeout_s=400)
+    run.wait_for_event("weights_activated", count=5, timeout_s=100)
+    _engines(run)[0].kill()
+    finished = run.finish(timeout_s=800)
+    _check(finished, steps=40)
+    # It was found lost by what its calls raised, not by a limit.
+    assert not finished.events("replica_stalled")
+    (loss,) = finished.events("worker_lost")
+    assert "vLLM" in loss["cause"]
+    assert loss["replaced"]
     assert run.left_over() == []
