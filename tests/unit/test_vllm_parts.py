@@ -82,6 +82,7 @@ def test_the_engine_is_told_what_the_configuration_says(tmp_path):
         assert arguments["max_model_len"] == 150
         assert arguments["max_num_seqs"] == 7
         assert arguments["tensor_parallel_size"] == 2
+        assert arguments["distributed_executor_backend"] == "mp"
         assert arguments["load_format"] == "dummy"
         assert arguments["logprobs_mode"] == "processed_logprobs"
     assert (on_cpu["dtype"], on_cpu["enforce_eager"]) == ("float32", True)

@@ -54,6 +54,8 @@ def engine_arguments(config: Config, model_path: Path, *, is_cpu: bool) -> dict[
         "max_model_len": rollout.max_prompt_length + rollout.max_response_length,
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": rollout.tensor_parallel_size,
+        # In a Ray actor it would place its workers by Ray, perhaps on other nodes.
+        "distributed_executor_backend": "mp" if rollout.tensor_parallel_size > 1 else "uni",
         "enforce_eager": _enforce_eager(rollout, is_cpu=is_cpu),
         # Of the distribution that a token was drawn from: after temperature and filters.
         "logprobs_mode": "processed_logprobs",
