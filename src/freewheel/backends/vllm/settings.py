@@ -8,6 +8,7 @@ from freewheel.config.sections import Config, RolloutConfig
 from freewheel.models import cache_folder
 
 BACKEND = "freewheel"
+"""Name of the weight transfer backend, which vLLM finds because it imports the extension."""
 EXTENSION = "freewheel.backends.vllm.worker.WorkerExtension"
 INSTALL = "type: pip install 'freewheel[vllm]', or on a machine without GPU do as docs/vllm.md says"
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-BACKEND = "freewheel"
-"""Name of the weight transfer backend."""
+from freewheel.backends.vllm.settings import BACKEND
 
 # vLLM is not installed where most of Freewheel is checked, so its types are not known.
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
