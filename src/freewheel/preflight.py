@@ -4,6 +4,7 @@ It happens in a process of its own, which ends with its answer: the libraries th
 heavy, and the control plane, which goes on in this process, should not carry them.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from freewheel.backends.vllm.settings import INSTALL
 from freewheel.config import Config, dump_config, load_config
 from freewheel.config.checks import Purpose
 from freewheel.data import check_data
@@ -82,7 +84,7 @@ def check_inputs(config: Config, *, purpose: Purpose = "train") -> Findings:
 def look(config: Config, *, purpose: Purpose = "train") -> Findings:
     """As `check_inputs`, in this process."""
     splits = tuple(Split) if purpose == "train" else (Split.VALIDATION,)
-    missing = [*check_loggers(config), *_missing_files(config, splits)]
+    missing = [*check_loggers(config), *_missing_engine(config), *_missing_files(config, splits)]
     problems: list[str] = []
     lines: list[str] = []
     if not _missing_files(config, splits):
@@ -140,6 +142,13 @@ def _look_at_user_code(config: Config) -> list[str]:
 
     load_reward(config)
     load_environment(config.rollout.environment)
+    return []
+
+
+def _missing_engine(config: Config) -> list[str]:
+    """The engine, if it is not installed here; other nodes say so when their replicas start."""
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        return [f"rollout.engine=vllm: vLLM is not installed; {INSTALL}"]
     return []
 
 

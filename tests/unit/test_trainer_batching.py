@@ -31,6 +31,7 @@ def samples_of(lengths: list[int]) -> list[Sample]:
             rows=np.arange(length),
             targets=np.arange(length),
             rollout_logprobs=np.zeros(length, dtype=np.float32),
+            versions=np.zeros(length, dtype=np.int64),
             advantage=1.0,
             weight=1.0,
         )

@@ -127,6 +127,9 @@ def _check_engine(config: Config) -> Iterator[str]:
     if rollout.tensor_parallel_size > 1 and rollout.engine == "torch":
         names = _values(config, "rollout.tensor_parallel_size", "rollout.engine")
         yield f"{names}: the torch engine does not split a model; use engine vllm, or size 1"
+    if not rollout.reset_prefix_cache and rollout.engine == "torch":
+        names = _values(config, "rollout.reset_prefix_cache", "rollout.engine")
+        yield f"{names}: the torch engine computes keys and values anew in any case"
     if rollout.device != "cpu":
         yield from _check_replica_gpus(config)
 
@@ -161,6 +164,22 @@ def _check_trainer(config: Config) -> Iterator[str]:
             "rollout.max_response_length",
         )
         yield f"{names}: the longest sample ({longest} tokens) does not fit in a micro-batch"
+
+
+def _check_mismatch(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.health.max_logprob_difference is None:
+        return
+    if rollout.temperature == 0 or rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+        names = _values(
+            config,
+            "health.max_logprob_difference",
+            "rollout.temperature",
+            "rollout.top_p",
+            "rollout.top_k",
+            "rollout.min_p",
+        )
+        yield f"{names}: the trainer scores without filters, so logprobs differ in any case"
 
 
 def _check_schedule(config: Config) -> Iterator[str]:
@@ -313,6 +332,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_user_code,
     _check_engine,
     _check_trainer,
+    _check_mismatch,
     _check_schedule,
     _check_staleness,
     _check_validation,

@@ -144,6 +144,16 @@ class RolloutConfig:
     slow."""
     tensor_parallel_size: Count = 1
     """GPUs over which one replica splits the model (vLLM)."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that vLLM takes, weights and keys and values together; there
+    `kv_cache_bytes` is not used."""
+    enforce_eager: bool | None = None
+    """vLLM runs the model as it stands, without compiling it or recording CUDA graphs. Unset: on
+    CPUs, where compiling takes minutes and gains little."""
+    reset_prefix_cache: bool = True
+    """With new weights vLLM forgets cached prefixes and computes the keys and values of requests in
+    flight anew. False keeps both: a faster sync, and tokens whose distribution no single version
+    has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,6 +408,10 @@ class HealthConfig:
     trainer_replay_bytes: Count = 1 << 32
     """Trajectories kept since the newest checkpoint, to bring a lost trainer back to where it was
     (20 bytes a token). When a save interval trains on more, a lost trainer ends the run."""
+    max_logprob_difference: Positive | None = None
+    """Engine and trainer are compared on the tokens that were sampled under the trainer's own
+    weights; when their logprobs differ by more than this on average, the run ends. In float32 they
+    agree to 1e-5, in bfloat16 to a few hundredths. Unset: only measured (`engine_mismatch/*`)."""
     max_failed_groups_in_a_row: Count = 128
     """So many groups failed one after the other, and none finished: the run ends."""
     max_prompt_failures: Count = 3

@@ -65,6 +65,37 @@ class LoadedModel:
         return replace(self, eos_token_ids=frozenset())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What an engine that brings its own forward must know of a model.
+
+    `vocab_size` counts the rows of the embedding. Without a tokenizer no stop string can be used.
+    """
+
+    weight_names: WeightNames
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    has_tokenizer: bool
+
+
+def read_facts(config: Config, model_path: Path) -> ModelFacts:
+    """Look at a model's folder; no weights are read and none are made.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+    trust = config.model.trust_remote_code
+    hf_config, model = _structure(model_path, trust)
+    _check_reach(hf_config, config.rollout.max_prompt_length + config.rollout.max_response_length)
+    tokenizer = _tokenizer(model_path, trust=trust)
+    return ModelFacts(
+        weight_names=WeightNames.of(model),
+        eos_token_ids=_eos_token_ids(model_path, hf_config, tokenizer),
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        has_tokenizer=tokenizer is not None,
+    )
+
+
 def load_model(config: Config, model_path: Path, *, fast: bool = True) -> LoadedModel:
     """Read a model's structure and tokenizer; its weights are not read.
 
@@ -81,14 +112,7 @@ def load_model(config: Config, model_path: Path, *, fast: bool = True) -> Loaded
     device = _device(config.rollout)
     dtype = _dtype(config.rollout, device)
     max_length = config.rollout.max_prompt_length + config.rollout.max_response_length
-    try:
-        hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model.path: no causal LM can be built from {model_path}: {error}"
-        ) from error
+    hf_config, model = _structure(model_path, trust)
     _check_reach(hf_config, max_length)
     names = WeightNames.of(model)
     if fast and is_llama_like(model):
@@ -102,6 +126,18 @@ def load_model(config: Config, model_path: Path, *, fast: bool = True) -> Loaded
         eos_token_ids=_eos_token_ids(model_path, hf_config, tokenizer),
         tokenizer=tokenizer,
     )
+
+
+def _structure(model_path: Path, trust: bool) -> tuple[HFObject, HFObject]:
+    """A model's configuration, and the model without memory for its weights."""
+    try:
+        hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust)
+        with torch.device("meta"):
+            return hf_config, AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.path: no causal LM can be built from {model_path}: {error}"
+        ) from error
 
 
 def _real_model(hf_config: HFObject, trust: bool) -> HFObject:

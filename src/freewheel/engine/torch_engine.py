@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from freewheel.config.sections import Config
+from freewheel.engine.admission import check_request
 from freewheel.engine.decoder import ChunkInput, DecodeInput
 from freewheel.engine.kv import KVRows, cell_bytes
 from freewheel.engine.loading import LoadedModel, load_model
@@ -18,7 +19,7 @@ from freewheel.engine.request import FinishReason, Request
 from freewheel.engine.sampling import Sampled, sample
 from freewheel.engine.scheduler import Chunk, Limits, Plan, Scheduler
 from freewheel.engine.stopping import Stopper
-from freewheel.errors import ConfigError, FailureClass, InvariantError, RolloutError
+from freewheel.errors import ConfigError, InvariantError
 from freewheel.types import Generation, GenerationRequest, ReplicaStats
 from freewheel.weights import WeightBundle, unpack_weights
 
@@ -104,33 +105,12 @@ class TorchEngine:
             RolloutError: class `over_long_prompt`, or `bad_prompt`.
             ConfigError: its sampling parameters cannot be used.
         """
-        limits, count = self._rollout, len(request.prompt_token_ids)
-        name, sampling = f"request {request.request_id}", request.sampling
-        # Only the whole counts: a later turn's prompt has the turns before it. The length of the
-        # conversation's own prompt is checked where it is rendered.
-        longest = limits.max_prompt_length + limits.max_response_length
-        if count + sampling.max_tokens > longest:
-            raise RolloutError(
-                FailureClass.OVER_LONG_PROMPT,
-                f"{name}: {count} prompt tokens and max_tokens {sampling.max_tokens}, at most "
-                f"{longest} together (rollout.max_prompt_length + rollout.max_response_length)",
-            )
-        ids = request.prompt_token_ids
-        if not count or ids.min() < 0 or ids.max() >= self._decoder.vocab_size:
-            raise RolloutError(
-                FailureClass.BAD_PROMPT,
-                f"{name}: the prompt is empty or has token ids outside of "
-                f"[0, {self._decoder.vocab_size})",
-            )
-        if (
-            sampling.max_tokens < 1
-            or sampling.temperature < 0
-            or not 0 < sampling.top_p <= 1
-            or not 0 <= sampling.min_p <= 1
-        ):
-            raise ConfigError(f"{name}: sampling parameters cannot be used: {sampling}")
-        if sampling.stop and not self._stopper.can_detect_strings:
-            raise ConfigError(f"{name}: stop strings need a tokenizer in model.path")
+        check_request(
+            request,
+            self._rollout,
+            vocab_size=self._decoder.vocab_size,
+            can_detect_strings=self._stopper.can_detect_strings,
+        )
 
     def add(self, request: GenerationRequest) -> None:
         """Take a request in that `check` passed. Its id must not be in the engine."""

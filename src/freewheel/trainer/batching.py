@@ -31,6 +31,7 @@ class Sample:
         rows: int64 (N,), where in `input_ids` the hidden state lies that predicts each target.
         targets: int64 (N,), the sampled tokens.
         rollout_logprobs: float32 (N,).
+        versions: int64 (N,), policy version that sampled each target.
         advantage: relative to its group.
         weight: of each of its tokens in the loss (see `sequence_weights`).
     """
@@ -41,6 +42,7 @@ class Sample:
     rows: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
     rollout_logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
     advantage: float
     weight: float
 
@@ -64,6 +66,7 @@ class MicroBatch:
         input_ids: int64 (1, T). position_ids: int64 (1, T), from 0 in each sample.
         rows_N: int64, place in the row of the hidden state that predicts each target.
         targets_N: int64. rollout_logprobs_N, advantages_N: float32.
+        versions_N: int64, policy version that sampled each target.
         weights_N: float32, weight of each token in the loss.
         per_sequence_N: float32, 1 / sampled tokens of its sample.
         samples_N: int64, `Sample.index` of each token.
@@ -79,6 +82,7 @@ class MicroBatch:
     rows_N: torch.Tensor
     targets_N: torch.Tensor
     rollout_logprobs_N: torch.Tensor
+    versions_N: torch.Tensor
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
     per_sequence_N: torch.Tensor
@@ -150,6 +154,7 @@ def _sample(index: int, trajectory: Trajectory, advantage: float, weight: float)
         rows=sampled - 1,
         targets=tokens[sampled],
         rollout_logprobs=trajectory.rollout_logprobs[sampled].astype(np.float32),
+        versions=trajectory.versions[sampled].astype(np.int64),
         advantage=advantage,
         weight=weight,
     )
@@ -235,6 +240,7 @@ def pack(
         rows_N=flat([s.rows + start for s, start in zip(samples, starts, strict=True)]),
         targets_N=flat([sample.targets for sample in samples]),
         rollout_logprobs_N=flat([sample.rollout_logprobs for sample in samples]),
+        versions_N=flat([sample.versions for sample in samples]),
         advantages_N=spread([sample.advantage for sample in samples]),
         weights_N=spread([sample.weight if counts else 0.0 for sample in samples]),
         per_sequence_N=spread([1.0 / sample.num_targets for sample in samples]),

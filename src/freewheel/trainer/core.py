@@ -14,7 +14,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from freewheel.config.sections import Config
-from freewheel.errors import CheckpointError, InvariantError, StartupError
+from freewheel.errors import (
+    CheckpointError,
+    EngineMismatchError,
+    InvariantError,
+    StartupError,
+)
 from freewheel.files import sync_tree
 from freewheel.sampling_filters import Filters
 from freewheel.trainer import optim, state
@@ -26,7 +31,12 @@ from freewheel.trainer.batching import (
     split_groups,
 )
 from freewheel.trainer.distributed import Ranks, full, shard
-from freewheel.trainer.metrics import TokenMetrics, batch_metrics
+from freewheel.trainer.metrics import (
+    MISMATCH_MEAN,
+    MISMATCH_TOKENS,
+    TokenMetrics,
+    batch_metrics,
+)
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.probe import choose_forward
 from freewheel.trainer.trajectories import write_trajectories
@@ -67,6 +77,8 @@ class TrainerCore:
         optim.check_schedule(config.actor.optim, self._total_steps)
         self._copies: dict[int, state.StateCopy] = {}
         self._lock = threading.Lock()
+        self._has_moved = True
+        """Whether the weights are others than those exported last."""
 
     def start(self, checkpoint: Path | None) -> TrainerInfo:
         """Build model and optimizer, fresh or from a folder that `write_state` wrote.
@@ -117,15 +129,19 @@ class TrainerCore:
             TrainingDivergedError: loss or gradient is not finite; names step, mini-batch, value and
                 samples. The weights are those of before that optimizer step.
             InvariantError: there is no trajectory at all.
+            EngineMismatchError: `health.max_logprob_difference` is exceeded.
         """
         started = time.perf_counter()
         if not any(groups):
             raise InvariantError(f"step {request.step}: no trajectory to train on")
         mini_batches = self._plan(groups, request.mini_batch_groups)
         tokens = TokenMetrics(
-            is_threshold=self._config.algorithm.rollout_correction.rollout_is_threshold
+            is_threshold=self._config.algorithm.rollout_correction.rollout_is_threshold,
+            version=None if self._has_moved else request.policy_version,
         )
+        self._has_moved = True
         metrics = self._updater.run(request.step, mini_batches, tokens)
+        self._check_mismatch(request, metrics)
         self._step = request.step
         metrics |= batch_metrics(
             groups,
@@ -149,7 +165,9 @@ class TrainerCore:
             (name, full(tensor.detach())) for name, tensor in state.named_weights(self._model)
         )
         kept = ((name, tensor) for name, tensor in weights if self._ranks.is_main)
-        return pack_weights(kept, dtype=_rollout_dtype(self._config, self._device))
+        bundle = pack_weights(kept, dtype=_rollout_dtype(self._config, self._device))
+        self._has_moved = False
+        return bundle
 
     def copy_state(self, step: int) -> None:
         """Copy model, optimizer, schedule and random state to CPU memory. Collective over ranks.
@@ -223,6 +241,19 @@ class TrainerCore:
     @property
     def _model(self) -> PreTrainedModel:
         return self._policy.model
+
+    def _check_mismatch(self, request: TrainRequest, metrics: dict[str, float]) -> None:
+        """End the run if engine and trainer no longer agree on what the same weights say."""
+        limit, mean = self._config.health.max_logprob_difference, metrics.get(MISMATCH_MEAN)
+        # Not "greater": a mean that is not a number agrees with nothing.
+        if limit is None or mean is None or mean <= limit:
+            return
+        raise EngineMismatchError(
+            f"step {request.step}: logprobs of engine {self._config.rollout.engine} and trainer "
+            f"differ by {mean:.4g} on average over {metrics[MISMATCH_TOKENS]:.0f} tokens sampled "
+            f"under the trainer's own weights (version {request.policy_version}); allowed: "
+            f"{limit:g} (health.max_logprob_difference)"
+        )
 
     def _build_policy(self, weights: Path) -> Policy:
         actor, rollout = self._config.actor, self._config.rollout

@@ -30,17 +30,27 @@ _PER_TOKEN = (
 )
 _PER_SEQUENCE = ("rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl")
 _LOSSES = ("actor/pg_loss", "actor/entropy_loss")
-_SUMS = (*_LOSSES, *_PER_TOKEN, *_PER_SEQUENCE)
-_MAXIMA = ("training/rollout_probs_diff_max", "rollout_corr/rollout_is_max")
+MISMATCH_TOKENS = "engine_mismatch/num_tokens"
+MISMATCH_MEAN = "engine_mismatch/logprobs_diff_mean"
+_MISMATCH_MAX = "engine_mismatch/logprobs_diff_max"
+_MISMATCH = (MISMATCH_TOKENS, MISMATCH_MEAN, "engine_mismatch/k3_kl")
+"""Between engine and trainer on the tokens that were sampled under the very weights that the
+trainer has: no staleness in it, only what the two compute differently."""
+_SUMS = (*_LOSSES, *_PER_TOKEN, *_PER_SEQUENCE, *_MISMATCH)
+_MAXIMA = ("training/rollout_probs_diff_max", "rollout_corr/rollout_is_max", _MISMATCH_MAX)
 
 _MAX_LOG_RATIO = 20.0
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenMetrics:
-    """Running sums and maxima over micro-batches of one step, on this rank."""
+    """Running sums and maxima over micro-batches of one step, on this rank.
+
+    `version` is the policy version whose weights the trainer has, None once they have moved on.
+    """
 
     is_threshold: float
+    version: int | None = None
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     maxima: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     num_tokens: int = 0
@@ -84,8 +94,14 @@ class TokenMetrics:
             -(logprobs_N * micro.per_sequence_N).sum(),
             -(micro.rollout_logprobs_N * micro.per_sequence_N).sum(),
         ]
-        self.sums.append(torch.stack([*losses, *torch.stack(per_token).sum(1), *sequences]))
-        self.maxima.append(torch.stack([difference_N.max(), ratio_N.max()]))
+        own_N = torch.zeros_like(log_ratio_N)
+        if self.version is not None:
+            own_N = (micro.versions_N == self.version).float()
+        gap_N = own_N * log_ratio_N.abs()
+        mismatch = [own_N.sum(), gap_N.sum(), (own_N * (ratio_N - log_ratio_N - 1)).sum()]
+        sums = [*losses, *torch.stack(per_token).sum(1), *sequences, *mismatch]
+        self.sums.append(torch.stack(sums))
+        self.maxima.append(torch.stack([difference_N.max(), ratio_N.max(), gap_N.max()]))
 
     def vectors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums and maxima of this rank, float32; zeros if it has none."""
@@ -96,17 +112,23 @@ class TokenMetrics:
     def result(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
         """Metrics by name from the sums and maxima of all ranks."""
         metrics: dict[str, float] = dict(zip(_SUMS, sums.tolist(), strict=True))
+        metrics |= dict(zip(_MAXIMA, maxima.tolist(), strict=True))
+        num_own = metrics[MISMATCH_TOKENS]
         for names, count in (
             (_LOSSES, self.num_mini_batches),
             (_PER_TOKEN, self.num_tokens),
             (_PER_SEQUENCE, self.num_sequences),
+            (_MISMATCH[1:], num_own),
         ):
             for name in names:
                 metrics[name] /= max(1, count)
         metrics["rollout_corr/log_ppl_diff"] = (
             metrics["rollout_corr/rollout_log_ppl"] - metrics["rollout_corr/training_log_ppl"]
         )
-        return metrics | dict(zip(_MAXIMA, maxima.tolist(), strict=True))
+        if not num_own:  # nothing was measured, which is not a difference of zero
+            for name in (*_MISMATCH[1:], _MISMATCH_MAX):
+                del metrics[name]
+        return metrics
 
 
 def batch_metrics(

@@ -111,6 +111,7 @@ def _probe_batch(model: PreTrainedModel, device: torch.device) -> MicroBatch:
                 rows=np.arange(length),
                 targets=tokens[1:],
                 rollout_logprobs=np.zeros(length, dtype=np.float32),
+                versions=np.zeros(length, dtype=np.int64),
                 advantage=0.0,
                 weight=0.0,
             )

@@ -59,6 +59,7 @@ class Updater:
             for place, mini in enumerate(mini_batches):
                 name = f"step {step}, mini-batch {place}"
                 norms.append(self._update(name, mini, old[place], tokens))
+                tokens.version = None
         tokens.num_mini_batches = len(norms)
         sums, maxima = tokens.vectors(self._device)
         metrics = tokens.result(self._ranks.sum(sums), self._ranks.max(maxima))

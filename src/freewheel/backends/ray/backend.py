@@ -30,7 +30,6 @@ from freewheel.backends.ray.process import RemoteProcess
 from freewheel.backends.ray.proxies import RayReplica, RayRolloutWorker, RayTrainer
 from freewheel.config.sections import Config
 from freewheel.errors import (
-    ConfigError,
     InvariantError,
     LostError,
     ReplicaLostError,
@@ -61,7 +60,7 @@ class RayBackend:
         self._config = config
         self._model_path = model_path.absolute()
         self._log_dir = None if log_dir is None else log_dir.absolute()
-        self._cores = cores or Cores()
+        self._cores = cores or Cores.of(config.rollout)
         self._cluster = Cluster(config.ray, num_cpus=own_cluster_cpus(config))
         self._view: ClusterView | None = None
         self._processes: list[RemoteProcess] = []
@@ -71,11 +70,8 @@ class RayBackend:
         """Connect to, or start, the cluster, and check that the run can fit on it.
 
         Raises:
-            ConfigError: the configuration asks for something that this backend cannot start.
             StartupError: Ray did not come up, or the run can never fit.
         """
-        if self._config.rollout.engine == "vllm":
-            raise ConfigError("rollout.engine=vllm: not available yet; use rollout.engine=torch")
         await self._cluster.start()
         view = await self._cluster.view()
         check_fits(self._demands(view), view)

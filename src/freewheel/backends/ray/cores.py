@@ -4,6 +4,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from freewheel.config.sections import RolloutConfig
+
 Loaded: TypeAlias = Any
 """A class, function or constant; who loads it knows which."""
 
@@ -18,6 +20,13 @@ class Cores:
     trainer_ranks: str = "freewheel.trainer.distributed:Ranks"
     read_trajectories: str = "freewheel.trainer.trajectories:read_trajectories"
     trajectories_file: str = "freewheel.trainer.state:TRAJECTORIES"
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> "Cores":
+        """Those of a run with this engine."""
+        if rollout.engine == "vllm":
+            return cls(replica="freewheel.backends.vllm.engine:VllmEngine")
+        return cls()
 
 
 def load(path: str) -> Loaded:

@@ -1,0 +1,61 @@
+"""Training runs with vLLM (`make test-vllm`): in-flight updates, validation, a lost engine."""
+
+import importlib.util
+
+import psutil
+import pytest
+
+from tests.e2e.runs import LiveRun, start
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+VLLM = {
+    "rollout": {"engine": "vllm", "timeout_s": 120},
+    "validation": {"timeout_s": 240},
+    "health": {"startup_timeout_s": 400, "max_logprob_difference": 1e-3, "replica_stall_s": 30},
+}
+
+
+def _engines(run: LiveRun) -> list[psutil.Process]:
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    return [child for child in children if "VLLM" in child.name()]
+
+
+def _check(finished, steps):
+    rows = finished.rows("metrics")
+    assert finished.code == 0, finished.err
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    measured = [row for row in rows if row["engine_mismatch/num_tokens"]]
+    assert measured
+    assert max(row["engine_mismatch/logprobs_diff_max"] for row in measured) < 1e-3
+    for validation in finished.rows("validations"):
+        assert validation["status"] == "complete"
+        assert set(validation["response_versions"]) == {str(validation["policy_version"])}
+
+
+def test_a_run_trains_and_validates_under_pinned_versions(tmp_path):
+    run = start(tmp_path, VLLM)
+    finished = run.finish(timeout_s=800)
+    _check(finished, steps=8)
+    assert len(finished.rows("validations")) == 3
+    assert run.left_over() == []
+
+
+def test_a_run_outlives_an_engine_that_is_killed(tmp_path):
+    run = start(tmp_path, VLLM | {"trainer": {"total_training_steps": 40}})
+    run.wait_for_event("replica_up", count=2, timeout_s=400)
+    run.wait_for_event("weights_activated", count=5, timeout_s=100)
+    _engines(run)[0].kill()
+    finished = run.finish(timeout_s=800)
+    _check(finished, steps=40)
+    # It was found lost by what its calls raised, not by a limit.
+    assert not finished.events("replica_stalled")
+    (loss,) = finished.events("worker_lost")
+    assert "vLLM" in loss["cause"]
+    assert loss["replaced"]
+    assert run.left_over() == []
