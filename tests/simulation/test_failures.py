@@ -56,7 +56,6 @@ def ends_with(run, exit_code, text):
     [
         ("train_step", TrainingDivergedError("step 3: loss is nan"), 6),
         ("write_state", CheckpointError("disk full"), 7),
-        ("start", TrainerLostError("out of memory"), 5),
         ("train_step", ZeroDivisionError("a bug"), 1),
     ],
 )
@@ -95,6 +94,23 @@ def test_a_trainer_that_hangs_again_after_its_replacement_ends_the_run(method, l
     run = simulate(config, SETTINGS, act=injure)
     ends_with(run, exit_code, f"health.{limit}")
     assert run.ended_s < 2 * 20.0 + 60.0
+
+
+def test_a_trainer_that_dies_at_each_start_ends_the_run():
+    def injure(controller, backend):
+        make = backend.trainer
+
+        def dies():
+            fake = make()
+            fake.start = fail_at(fake.start, call=1, error=TrainerLostError("out of memory"))
+            return fake
+
+        controller.trainer._make = dies
+        controller.trainer._trainer = dies()
+
+    run = simulate(small_config(), SETTINGS, act=injure)
+    ends_with(run, 5, "out of memory")
+    assert run.end.summary["restarts"] == 3
 
 
 def test_a_replica_that_hangs_in_a_weight_update_is_replaced():

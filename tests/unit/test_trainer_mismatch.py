@@ -47,7 +47,9 @@ def _groups(model_path, offset, version=3):
 
 
 def _train(core, groups, number=1, version=3):
-    request = TrainRequest(step=number, policy_version=version, payloads=(), mini_batch_groups=2)
+    request = TrainRequest(
+        step=number, policy_version=version, payloads=(), mini_batch_groups=2, num_tokens=1
+    )
     return core.train_step(request, groups).metrics
 
 
@@ -82,7 +84,7 @@ def test_only_the_first_mini_batch_counts(model_path):
     core = _core(model_path)
     core.export_weights()
     groups = _groups(model_path, 0.0)
-    request = TrainRequest(step=1, policy_version=3, payloads=(), mini_batch_groups=1)
+    request = TrainRequest(step=1, policy_version=3, payloads=(), mini_batch_groups=1, num_tokens=1)
     metrics = core.train_step(request, groups).metrics
     assert metrics[TOKENS] == sum(int((t.versions == 3).sum()) for t in groups[0])
     assert metrics[MAX] < 1e-4
