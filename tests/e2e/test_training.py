@@ -285,7 +285,7 @@ def test_an_over_long_prompt_is_skipped_by_name_and_never_tried(tmp_path):
     (event,) = finished.events("prompt_dropped")
     assert (event["prompt_index"], event["failure"]) == (5, "over_long_prompt")
     # Its file and row, its length, and the limit.
-    for part in ("train.jsonl", "5", "42", "16", "rollout.max_prompt_length"):
+    for part in ("train.jsonl line 6", "42 tokens", "rollout.max_prompt_length is 16"):
         assert part in event["message"]
     rows = [row for row in finished.rows("samples") if row["prompt_index"] == 5]
     assert Counter(row["epoch"] for row in rows) == {0: 4, 1: 4}

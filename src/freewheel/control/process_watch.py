@@ -44,7 +44,7 @@ class ProcessWatch:
         waits: has an entry for each process that is overdue.
         recorder: is told of each report.
         reporter: keeps the evidence of each block, once.
-        changed: notified when a process comes up or is gone.
+        arrivals: notified when a process has come up; seldom, as each time costs a look at all.
     """
 
     def __init__(
@@ -56,17 +56,19 @@ class ProcessWatch:
         waits: WaitTable,
         recorder: Recorder,
         reporter: Reporter,
-        changed: Signal,
+        arrivals: Signal,
     ) -> None:
         self._processes = processes
         self._workers = workers
-        self._wait_s = health.loop_blocked_s / 2
+        # A report comes at once; this is only how often a process that has none says so. With it,
+        # `grace_s` is what is left of the limit for the answer's way.
+        self._wait_s = health.loop_blocked_s
         self._silence_s = health.loop_blocked_s + health.grace_s
         self._end_s = health.loop_blocked_end_s
         self._waits = waits
         self._recorder = recorder
         self._reporter = reporter
-        self._changed = changed
+        self._arrivals = arrivals
 
     async def run(self) -> None:
         """Watch every process, from when it is up until it is gone.
@@ -84,7 +86,7 @@ class ProcessWatch:
                     if watched.get(name) is not process:
                         tasks.create_task(self._watch(name, process, tasks), name=f"watch-{name}")
                 watched = found
-                await self._changed.wait()
+                await self._arrivals.wait()
 
     async def _watch(self, name: str, process: Watched, tasks: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()

@@ -10,10 +10,10 @@ pytestmark = pytest.mark.e2e
 LIMIT_S = 12
 DUE = 60
 MIN_RATIO = 0.6
-"""The design asks for 0.9. Steps and rollouts before the validation and beside it are of one run,
-minutes apart at most; but on a shared machine with two cores a neighbour takes up to 40 % of them
-at any moment, and the validation's other 63 trials share the engines for its first second. A wait
-for the hung trial would stop them altogether, or halve them if its replica were lost for it."""
+"""The design asks for 0.9 of the rate before; what was measured is printed. Both rates are of one
+run, seconds apart, but on two shared cores a neighbour may take 40 % of them at any moment, and the
+other 63 trials share the engines for the window's first second. A system that waits for the hung
+trial has a ratio near 0."""
 
 
 def test_one_trial_of_64_that_never_returns_slows_neither_steps_nor_rollouts(tmp_path):
