@@ -60,10 +60,11 @@ class ProcessWatch:
     ) -> None:
         self._processes = processes
         self._workers = workers
-        # A report comes at once; this is only how often a process that has none says so. With it,
-        # `grace_s` is what is left of the limit for the answer's way.
-        self._wait_s = health.loop_blocked_s
         self._silence_s = health.loop_blocked_s + health.grace_s
+        # A report comes at once; this is only how often a process that has none says so. Each time
+        # costs a millisecond of CPU here.
+        self._wait_s = self._silence_s / 2
+        self._last_wait_s = health.loop_blocked_s / 2
         self._end_s = health.loop_blocked_end_s
         self._waits = waits
         self._recorder = recorder
@@ -106,7 +107,7 @@ class ProcessWatch:
         limit_s = self._silence_s
         if state.is_silent:
             silent_s = asyncio.get_running_loop().time() - state.answered_s
-            limit_s = max(self._end_s - silent_s, self._wait_s)
+            limit_s = max(self._end_s - silent_s, self._last_wait_s)
         try:
             async with asyncio.timeout(limit_s):
                 if not state.is_silent:
