@@ -266,3 +266,36 @@ def test_what_the_cluster_can_never_hold_is_refused_by_name(tmp_path):
     assert finished.code == 3, finished.err
     assert "GPU" in finished.err
     assert live.left_over() == []
+
+
+def test_an_over_long_prompt_is_skipped_by_name_and_never_tried(tmp_path):
+    lines = (ROOT / "recipes/data/train.jsonl").read_text().splitlines()[:13]
+    lines[5] = json.dumps({"prompt": "1+" * 20 + "1=", "ground_truth": "21"})
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(lines) + "\n")
+    changes = {
+        "data": {"train_files": str(data)},
+        "trainer": {
+            "total_training_steps": None,
+            "total_epochs": 2,
+            "val_before_train": False,
+            "val_at_end": False,
+            "test_freq": 0,
+        },
+    }
+    live = start(tmp_path, changes)
+    finished = live.finish()
+    assert finished.code == 0, finished.err
+    assert live.left_over() == []
+    (event,) = finished.events("prompt_dropped")
+    assert (event["prompt_index"], event["failure"]) == (5, "over_long_prompt")
+    # Its file and row, its length, and the limit.
+    for part in ("train.jsonl line 6", "42 tokens", "rollout.max_prompt_length is 16"):
+        assert part in event["message"]
+    rows = [row for row in finished.rows("samples") if row["prompt_index"] == 5]
+    assert Counter(row["epoch"] for row in rows) == {0: 4, 1: 4}
+    for row in rows:
+        assert (row["status"], row["failure"]) == ("filtered", "over_long_prompt")
+        assert (row["attempt"], row["num_response_tokens"]) == (0, 0)
+    assert finished.summary["samples"]["trained"] == 2 * 12 * 4
+    check_samples(finished)

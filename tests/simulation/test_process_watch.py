@@ -93,6 +93,23 @@ def test_blocks_of_replicas_and_of_the_trainer_are_told_too():
     assert run.end.summary["restarts"] == 0
 
 
+@pytest.mark.parametrize("who", ["replica-0", "trainer-0"])
+def test_a_process_that_came_in_place_of_a_lost_one_is_watched_too(who):
+    def newest(backend):
+        return backend.fake_trainer if who == "trainer-0" else backend.replicas[0]
+
+    async def act(backend):
+        await asyncio.sleep(10)
+        newest(backend).kill()
+        await asyncio.sleep(20)
+        newest(backend).say_of_loop(replace(BLOCK, loop="serving"))
+
+    run, reports = watched(small_config(), act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert run.end.summary["restarts"] == 1
+    assert reports.blocks == [(who, BLOCK.cause)]
+
+
 def test_a_worker_that_gave_a_loop_up_finishes_its_groups_and_is_replaced():
     asked = []
 

@@ -361,7 +361,7 @@ class Controller:
             waits=self.waits,
             recorder=self._recorder,
             reporter=self._reporter,
-            changed=self.pool.changed,
+            arrivals=self.restarts.arrivals,
         )
         if action == "off":
             return {"process-watch": processes.run()}
@@ -380,8 +380,8 @@ class Controller:
 
     def _processes(self) -> dict[str, Watched]:
         """The worker processes that are up, by name."""
-        # The first version is out when the trainer is up.
-        ranks = self.trainer.processes if self.store.latest is not None else ()
+        # It has moved when it is up.
+        ranks = self.trainer.processes if self.trainer.num_moves else ()
         workers = {f"rollout-worker-{s.worker_id}": s.worker for s in self.workers.slots}
         replicas = {f"replica-{s.replica_id}": s.replica for s in self.pool.slots.values()}
         up = {name: process for name, process in {**workers, **replicas}.items() if process}

@@ -44,7 +44,7 @@ class ProcessWatch:
         waits: has an entry for each process that is overdue.
         recorder: is told of each report.
         reporter: keeps the evidence of each block, once.
-        changed: notified when a process comes up or is gone.
+        arrivals: notified when a process has come up; seldom, as each time costs a look at all.
     """
 
     def __init__(
@@ -56,17 +56,20 @@ class ProcessWatch:
         waits: WaitTable,
         recorder: Recorder,
         reporter: Reporter,
-        changed: Signal,
+        arrivals: Signal,
     ) -> None:
         self._processes = processes
         self._workers = workers
-        self._wait_s = health.loop_blocked_s / 2
         self._silence_s = health.loop_blocked_s + health.grace_s
+        # A report comes at once; this is only how often a process that has none says so. Each time
+        # costs a millisecond of CPU here.
+        self._wait_s = self._silence_s / 2
+        self._last_wait_s = health.loop_blocked_s / 2
         self._end_s = health.loop_blocked_end_s
         self._waits = waits
         self._recorder = recorder
         self._reporter = reporter
-        self._changed = changed
+        self._arrivals = arrivals
 
     async def run(self) -> None:
         """Watch every process, from when it is up until it is gone.
@@ -84,7 +87,7 @@ class ProcessWatch:
                     if watched.get(name) is not process:
                         tasks.create_task(self._watch(name, process, tasks), name=f"watch-{name}")
                 watched = found
-                await self._changed.wait()
+                await self._arrivals.wait()
 
     async def _watch(self, name: str, process: Watched, tasks: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
@@ -104,7 +107,7 @@ class ProcessWatch:
         limit_s = self._silence_s
         if state.is_silent:
             silent_s = asyncio.get_running_loop().time() - state.answered_s
-            limit_s = max(self._end_s - silent_s, self._wait_s)
+            limit_s = max(self._end_s - silent_s, self._last_wait_s)
         try:
             async with asyncio.timeout(limit_s):
                 if not state.is_silent:

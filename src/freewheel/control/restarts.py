@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter, deque
 
 from freewheel.config.sections import HealthConfig
+from freewheel.control.waits import Signal
 from freewheel.errors import LostError
 from freewheel.protocols import Recorder
 
@@ -16,7 +17,10 @@ MAX_FAILED_FIRST_STARTS = 3
 
 
 class Restarts:
-    """Counts replacements of replicas and rollout workers; past the limits the run ends."""
+    """Counts replacements of workers; past the limits the run ends.
+
+    `arrivals` is notified when a worker has come up, or has come back.
+    """
 
     def __init__(self, health: HealthConfig, recorder: Recorder) -> None:
         self._limit = health.max_restarts
@@ -26,10 +30,12 @@ class Restarts:
         self._were_up: set[str] = set()
         self._failed_starts: Counter[str] = Counter()
         self.count = 0
+        self.arrivals = Signal()
 
     def came_up(self, who: str) -> None:
         """A worker is up: its start can work."""
         self._were_up.add(who)
+        self.arrivals.notify()
 
     def spend(self, who: str, cause: LostError) -> None:
         """Allow one more replacement.

@@ -308,6 +308,7 @@ class TrainerKeeper:
                 await self._replace_until_up(cause, waiter)
             finally:
                 self.is_replacing = False
+                self._restarts.arrivals.notify()
 
     async def _replace_until_up(self, cause: TrainerLostError, waiter: str) -> None:
         self._check_replayable(cause)
