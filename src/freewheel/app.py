@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from freewheel.backends.ray import RayBackend
 from freewheel.checkpoint import FileCheckpointStore, find_checkpoint, read_checkpoint
 from freewheel.config import Config
-from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
+from freewheel.control.controller import Controller, ValidateOnly
 from freewheel.control.run_end import RunEnd, with_error
+from freewheel.control.run_state import ResumePoint
 from freewheel.errors import (
     EXIT_INTERRUPTED,
     FreewheelError,

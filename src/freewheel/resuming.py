@@ -17,7 +17,7 @@ from freewheel.checkpoint import (
     step_of,
 )
 from freewheel.config import Config
-from freewheel.control.controller import ResumePoint, structure
+from freewheel.control.run_state import ResumePoint, structure
 from freewheel.errors import CheckpointError, ConfigError, RecordError
 from freewheel.model_identity import model_differences
 from freewheel.run_folder import RunFolder

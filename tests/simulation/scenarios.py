@@ -129,14 +129,14 @@ class Watch:
 
     def __call__(self, controller: Controller, _backend: FakeBackend) -> None:
         self.controllers.append(controller)
-        issue = controller.ledger.issue
+        issue = controller.roles.ledger.issue
 
         def watched(**kwargs: Any) -> Group:
             group = issue(**kwargs)
-            self.max_open = max(self.max_open, len(controller.ledger.open))
+            self.max_open = max(self.max_open, len(controller.roles.ledger.open))
             return group
 
-        controller.ledger.issue = watched
+        controller.roles.ledger.issue = watched
 
 
 def run_and_check(

@@ -136,35 +136,37 @@ class MortalBackend(FakeBackend):
 
 def sizes(controller):
     """The control plane's own structures: (entries, most that there may be)."""
-    config, ledger, keeper = controller.config, controller.ledger, controller.trainer
-    capacity = config.async_training.concurrent_samples_per_replica * len(controller.pool.slots)
-    queued, replicas = config.validation.max_queued, len(controller.pool.slots)
+    config, ledger, keeper = controller.config, controller.roles.ledger, controller.roles.trainer
+    capacity = config.async_training.concurrent_samples_per_replica * len(
+        controller.roles.pool.slots
+    )
+    queued, replicas = config.validation.max_queued, len(controller.roles.pool.slots)
     # A cut waits while another is written, and both are behind the step that is trained.
     steps_since_saved = 4 * config.trainer.save_freq
     return {
         "ledger.open": (len(ledger.open), config.max_slots),
         "ledger: failures of prompts": (len(ledger._prompt_failures), SETTINGS.num_prompts),
         "staleness history": (
-            len(controller.staleness._published),
+            len(controller.roles.staleness._published),
             config.async_training.staleness_bound + 2,
         ),
-        "weights": (len(controller.store._weights), 2 + queued),
-        "holds on weights": (len(controller.store._holds), 3 + queued),
-        "leases": (sum(len(s.leases) for s in controller.pool.slots.values()), capacity),
+        "weights": (len(controller.roles.store._weights), 2 + queued),
+        "holds on weights": (len(controller.roles.store._holds), 3 + queued),
+        "leases": (sum(len(s.leases) for s in controller.roles.pool.slots.values()), capacity),
         "journal": (len(keeper._journal), steps_since_saved),
         "copies": (len(keeper._copies), 2),
         "restored versions": (len(keeper._carried), 3),
         "losses of the trainer": (len(keeper._num_lost), 2),
-        "validations due": (len(controller.validator._queue), queued + 1),
-        "jobs of checkpoints": (len(controller.checkpointer._jobs), 2),
-        "prompts fed": (len(controller.feed.prompts), 64),
-        "groups running": (len(controller.rollouter._running), config.max_slots),
-        "groups to run again": (len(controller.rollouter._again), config.max_slots),
-        "restarts in the window": (len(controller.restarts._spent_s), MAX_RESTARTS + 1),
+        "validations due": (len(controller.roles.validator._queue), queued + 1),
+        "jobs of checkpoints": (len(controller.roles.checkpointer._jobs), 2),
+        "prompts fed": (len(controller.roles.feed.prompts), 64),
+        "groups running": (len(controller.roles.rollouter._running), config.max_slots),
+        "groups to run again": (len(controller.roles.rollouter._again), config.max_slots),
+        "restarts in the window": (len(controller.roles.restarts._spent_s), MAX_RESTARTS + 1),
         "prompts named as dropped": (len(ledger._named), SETTINGS.num_prompts),
         "status history": (len(controller._status_report._history), 30 / STATUS_S + 2),
         "waits": (
-            len(controller.waits._entries),
+            len(controller.roles.waits._entries),
             # Of the loops, of each group and trial, of each replica's loop and health check.
             10 + config.max_slots + TRIALS + 2 * replicas + config.rollout.num_workers,
         ),

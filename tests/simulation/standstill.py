@@ -68,7 +68,7 @@ def make_rules(  # noqa: C901 - one short function a rule
 ) -> list[Rule]:
     """The documented limits, each plus the grace for what is found by its absence."""
     config, health = controller.config, controller.config.health
-    pool, train, workers = controller.pool, controller.train, controller.workers
+    pool, train, workers = controller.roles.pool, controller.roles.train, controller.roles.workers
     longest_response_s = config.rollout.max_response_length / backend.world.settings.tokens_per_s
 
     def leases(purpose: Purpose) -> list[tuple[object, object]]:
@@ -98,21 +98,21 @@ def make_rules(  # noqa: C901 - one short function a rule
         return [(slot.replica_id, (slot.updating_to, slot.incarnation)) for slot in slots]
 
     def validation() -> list[tuple[object, object]]:
-        return [] if (run := controller.validator.current) is None else [(run.step, None)]
+        return [] if (run := controller.roles.validator.current) is None else [(run.step, None)]
 
     def trainer_moves() -> tuple[int, ...]:
         """A trainer that is replaced has each limit again, and so has each step of its replay."""
-        return controller.restarts.count, controller.trainer.num_moves
+        return controller.roles.restarts.count, controller.roles.trainer.num_moves
 
     def copies() -> list[tuple[object, object]]:
-        checkpointer = controller.checkpointer
+        checkpointer = controller.roles.checkpointer
         if not checkpointer.num_copies:
             return []
         return [("copy", (len(checkpointer.saved_steps), *trainer_moves()))]
 
     def anything() -> list[tuple[object, object]]:
         rows = sum(controller._recorder.num_rows().values())
-        return [("the run", (rows, controller.ledger.num_moves, train.state.step))]
+        return [("the run", (rows, controller.roles.ledger.num_moves, train.state.step))]
 
     rollout_s = config.rollout.timeout_s + health.grace_s
     trial_s = config.trial_timeout_s + health.grace_s
@@ -123,7 +123,7 @@ def make_rules(  # noqa: C901 - one short function a rule
         (
             "start of trainer and first publication",
             health.startup_timeout_s + health.sync_timeout_s,
-            lambda: [] if controller.store.latest else [("trainer", trainer_moves())],
+            lambda: [] if controller.roles.store.latest else [("trainer", trainer_moves())],
         ),
         ("rollout lease", rollout_s, lambda: leases(Purpose.TRAINING)),
         ("validation lease", trial_s, lambda: leases(Purpose.VALIDATION)),

@@ -86,8 +86,8 @@ def test_a_trainer_that_hangs_again_after_its_replacement_ends_the_run(method, l
             return fake
 
         make = backend.trainer
-        controller.trainer._make = lambda: remake(make)
-        controller.trainer._trainer = remake(make)
+        controller.roles.trainer._make = lambda: remake(make)
+        controller.roles.trainer._trainer = remake(make)
 
     config = small_config()
     config = replace(config, health=replace(config.health, **{limit: 20.0}))
@@ -105,8 +105,8 @@ def test_a_trainer_that_dies_at_each_start_ends_the_run():
             fake.start = fail_at(fake.start, call=1, error=TrainerLostError("out of memory"))
             return fake
 
-        controller.trainer._make = dies
-        controller.trainer._trainer = dies()
+        controller.roles.trainer._make = dies
+        controller.roles.trainer._trainer = dies()
 
     run = simulate(small_config(), SETTINGS, act=injure)
     ends_with(run, 5, "out of memory")
@@ -340,16 +340,16 @@ def break_rollouts_after(num_cuts, *, write=None):
         raise BROKEN
 
     def injure(controller, backend):
-        num_left, cut = num_cuts, controller.checkpointer.cut
+        num_left, cut = num_cuts, controller.roles.checkpointer.cut
 
         async def watched(step):
             nonlocal num_left
             await cut(step)
             num_left -= 1
             if num_left == 0:
-                controller.ledger.absorb = fail
+                controller.roles.ledger.absorb = fail
 
-        controller.checkpointer.cut = watched
+        controller.roles.checkpointer.cut = watched
         if write is not None:
             backend.fake_trainer.write_state = write(backend.fake_trainer.write_state)
 
@@ -401,16 +401,16 @@ def fail_after(seconds, error):
 def test_a_cut_whose_copy_was_not_taken_is_not_waited_for():
     def injure(controller, backend):
         backend.fake_trainer.copy_state = hang_at(backend.fake_trainer.copy_state, call=1)
-        cut = controller.checkpointer.cut
+        cut = controller.roles.checkpointer.cut
 
         async def watched(step):
-            controller.ledger.absorb = fail
+            controller.roles.ledger.absorb = fail
             await cut(step)
 
         def fail(*_args):
             raise BROKEN
 
-        controller.checkpointer.cut = watched
+        controller.roles.checkpointer.cut = watched
 
     run = simulate(small_config(save_freq=1), SLOW_DISK, act=injure)
     ends_with(run, BROKEN.exit_code, "the rollouter is broken")

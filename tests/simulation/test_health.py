@@ -101,7 +101,7 @@ def test_a_wait_without_a_deadline_is_found_by_the_watchdog(action):
     """What no deadline covers: the rollouter never starts another group."""
 
     def act(controller, backend):
-        controller.admission.hold("a bug")
+        controller.roles.admission.hold("a bug")
 
     config = config_with(stall_timeout_s=100.0, watchdog=action)
     if action == "report":

@@ -128,14 +128,14 @@ def test_groups_that_wait_for_an_exclusive_validation_are_no_stall():
         def act(controller, _backend, alarms=alarms):
             nonlocal most_parked
             controller._reporter = alarms
-            pin = controller.pool.pin
+            pin = controller.roles.pool.pin
 
             def watched(hold, replica_ids):
                 nonlocal most_parked
-                most_parked = max(most_parked, controller.rollouter.num_running)
+                most_parked = max(most_parked, controller.roles.rollouter.num_running)
                 pin(hold, replica_ids)
 
-            controller.pool.pin = watched
+            controller.roles.pool.pin = watched
 
         run = simulate(config, settings, act=act)
         assert alarms.sentences == []

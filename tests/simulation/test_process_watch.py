@@ -48,7 +48,9 @@ def watched(config, act):
                 acting.cancel()
 
         async def begin():
-            await controller.pool.changed.until(lambda: controller.workers.slots[0].worker)
+            await controller.roles.pool.changed.until(
+                lambda: controller.roles.workers.slots[0].worker
+            )
             await act(backend)
 
         controller._run_loops = run

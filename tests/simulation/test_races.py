@@ -88,7 +88,7 @@ def test_an_exclusive_validation_has_the_replicas_to_itself():
     seen = {"training": 0, "validation": 0}
 
     def act(controller, backend):
-        pool = controller.pool
+        pool = controller.roles.pool
         lease = pool._lease
 
         def watched(candidates, purpose, holder):
@@ -122,13 +122,13 @@ def test_an_exclusive_validation_does_not_end_the_hold_of_a_stop():
         issued = []
 
         def act(controller, backend, issued=issued):
-            issue = controller.ledger.issue
+            issue = controller.roles.ledger.issue
 
             def watched(**kwargs):
                 issued.append(asyncio.get_running_loop().time())
                 return issue(**kwargs)
 
-            controller.ledger.issue = watched
+            controller.roles.ledger.issue = watched
 
         run = simulate(config, SimSettings(seed=2), stop_at_s=stop_at_s, act=act)
         assert run.end.exit_code == 130
@@ -250,7 +250,7 @@ def test_a_replica_lost_while_its_lease_waits_for_a_worker_costs_an_attempt_only
     def forgive_starts(controller, _backend):
         """Three deaths before a worker is up would end the run, which is not the matter here."""
         for name in ("replica-0", "replica-1", "rollout-worker-0", "rollout-worker-1"):
-            controller.restarts.came_up(name)
+            controller.roles.restarts.came_up(name)
 
     for seed in range(20):
         config = small_config(total_training_steps=10)

@@ -45,8 +45,8 @@ class Trainers:
 
         backend.trainer = trainer
         # The first one is made before anyone can look.
-        controller.trainer._make = trainer
-        controller.trainer._trainer = trainer()
+        controller.roles.trainer._make = trainer
+        controller.roles.trainer._trainer = trainer()
 
     def _mortal(self, fake, name, method):
         async def call(*args, **kwargs):
@@ -162,14 +162,14 @@ def test_a_step_that_always_loses_the_trainer_ends_the_run():
             fake.train_step = train_step
             return fake
 
-        make = controller.trainer._make
+        make = controller.roles.trainer._make
         deadly()
 
         def remake():
             make()
             return deadly()
 
-        controller.trainer._make = remake
+        controller.roles.trainer._make = remake
 
     run = simulate(small_config(), SimSettings(seed=1), act=act)
     assert run.end.exit_code == 5

@@ -4,7 +4,7 @@ from typing import Any
 
 from freewheel.checkpoint import CONTROL_FORMAT
 from freewheel.config import Config
-from freewheel.control.controller import structure
+from freewheel.control.run_state import structure
 
 
 def control_state(step: int, **changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from freewheel.checkpoint import FileCheckpointStore, list_checkpoints, read_checkpoint
 from freewheel.config import Config
-from freewheel.control.controller import structure
+from freewheel.control.run_state import structure
 from freewheel.errors import CheckpointError, ConfigError, RecordError
 from freewheel.resuming import take_up
 from freewheel.run_folder import CUT_FILES, RunFolder

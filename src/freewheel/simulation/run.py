@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from freewheel.config.sections import Config
-from freewheel.control.controller import Controller, ResumePoint, ValidateOnly
+from freewheel.control.controller import Controller, ValidateOnly
 from freewheel.control.run_end import RunEnd
+from freewheel.control.run_state import ResumePoint
 from freewheel.control.watchdog import Reporter
 from freewheel.simulation.fakes import FakeBackend, FakeDisk, FakeTrajectory
 from freewheel.simulation.records import MemoryCheckpoints, MemoryRecorder
