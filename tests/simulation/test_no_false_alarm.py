@@ -100,9 +100,12 @@ def test_no_run_that_moves_is_ended(mode, validation_mode, faults):
         try:
             run, alarms = run_watched(config, settings)
             assert alarms.sentences == []
+            if faults and "was never up" in run.end.cause:
+                continue  # it died in each of its first three starts: that is no false alarm
             assert run.end.exit_code == 0, run.end.cause
-            events = [row["event"] for row in run.recorder.rows("events")]
-            assert "replica_stalled" not in events
+            stalled = [e for e in run.recorder.rows("events") if e["event"] == "replica_stalled"]
+            # One that had died and that nobody called is found by its silence.
+            assert all(faults and "no answer" in event["reason"] for event in stalled)
             check_samples(config, run)
             check_validations(config, run)
         except BaseException as error:

@@ -82,10 +82,10 @@ def test_work_that_came_just_before_a_look_has_the_whole_limit():
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_replica_that_loads_weights_neither_samples_nor_answers(silent):
+def test_a_replica_that_loads_weights_need_not_sample_but_answers(silent):
     def load(pool):
         pool.published(1)
         pool.begin_update(0, 1)
 
     engine = Engine(busy_from_s=0.0, ends_s=4 * LIMIT_S, silent=silent)
-    assert not watch(engine, prepare=load, until_s=4 * LIMIT_S)
+    assert bool(watch(engine, prepare=load, until_s=4 * LIMIT_S)) is silent

@@ -2,8 +2,8 @@
 
 One loop asks all replicas for their counters. A replica that has work and whose counters stand
 still, or that does not answer, for `health.replica_stall_s` is reported lost: its loop kills and
-replaces it, and its rollouts run again elsewhere. While it loads weights it need not sample nor
-answer: that has a limit of its own, `health.sync_timeout_s`.
+replaces it, and its rollouts run again elsewhere. While it loads weights it need not sample: that
+has a limit of its own, `health.sync_timeout_s`.
 """
 
 import asyncio
@@ -72,7 +72,9 @@ class ReplicaHealth:
         # Its own word on whether it has work, if it gives any: the rollouts that hold its leases
         # may wait in their environments, or their worker may be gone.
         had_work = is_wanted if stats is None else stats.num_running + stats.num_waiting > 0
-        had_work = had_work and not is_loading and slot.updating_to is None
+        # While it loads weights it need not sample, but it answers all the same.
+        is_loading = is_loading or slot.updating_to is not None
+        had_work = had_work and (stats is None or not is_loading)
         moved = tokens is not None and (seen is None or tokens != seen.tokens)
         # Its work may have come just before this look: it has the whole limit from here on.
         is_new = seen is None or seen.incarnation != incarnation or not seen.had_work
