@@ -104,7 +104,8 @@ def _train(
     scheduled = _with_optim(config, total_training_steps=schedule_steps)
     while True:
         end = _run(scheduled, folder, model=model, resume=point)
-        if not isinstance(end.error, TrainerStateLostError | WeightsLostError):
+        state_lost = isinstance(end.error, TrainerStateLostError | WeightsLostError)
+        if not state_lost or end.stop_signal is not None:
             return end
         newest, _ = find_checkpoint(folder.checkpoints_path)
         if newest is None or (point is not None and point.folder == newest.folder):

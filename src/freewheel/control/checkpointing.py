@@ -81,6 +81,7 @@ class Checkpointer:
         self._changed = Signal()
         self._jobs: Channel[_Job] = Channel(MAX_COPIES)
         self.num_copies = 0
+        self.num_moves = 0
 
     async def cut(self, step: int) -> None:
         """Take the state of this moment. Called by the train loop between two steps."""
@@ -117,8 +118,13 @@ class Checkpointer:
         await self._on_disk(job, "records", self._recorder.flush())
         # Those that were saved by now: an earlier one may have been unwritten at the cut.
         control = {**state.control, "checkpoints": list(self.saved_steps)}
-        path = await self._on_disk(job, "manifest", self._store.commit(job.step, control))
-        self._trainer.saved(job.step, path)
+        with self._waits.waiting("checkpoint", "a trainer's replacement", held_by=("trainer",)):
+            await self._trainer.saving.acquire()
+        try:
+            path = await self._on_disk(job, "manifest", self._store.commit(job.step, control))
+            self._trainer.saved(job.step, path)
+        finally:
+            self._trainer.saving.release()
         self.saved_steps.append(job.step)
         self._recorder.event(
             "checkpoint_saved",
@@ -152,7 +158,9 @@ class Checkpointer:
                 "(health.checkpoint_timeout_s); the previous one is untouched"
             ),
         ):
-            return await write
+            result = await write
+        self.num_moves += 1
+        return result
 
     async def drain(self) -> None:
         """Wait until every cut is written."""

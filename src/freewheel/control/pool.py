@@ -189,15 +189,26 @@ class Pool:
         return self._lease(self._free_for_training(min_version), Purpose.TRAINING, holder)
 
     def _free_for_training(self, min_version: int) -> list[Slot]:
-        return [
+        """Replicas that a rollout may have; one that a validation wants only if no other is there.
+
+        Then it has up to half of the slots: a moment in which the others load what this one holds
+        already need not hold up rollouts.
+        """
+        able = [
             slot
             for slot in self.slots.values()
             if slot.role is Role.SHARED
             and slot.version >= max(min_version, 0)
             and len(slot.leases) < self._capacity
             and not self._changes_version(slot)
-            and not self._is_wanted_by_validation(slot)
         ]
+        free = [slot for slot in able if not self._is_wanted_by_validation(slot)]
+        return free or [slot for slot in able if self._may_be_lent(slot)]
+
+    def _may_be_lent(self, slot: Slot) -> bool:
+        """True if a rollout may have a slot that a validation would take sooner or later."""
+        alone = slot.pin is not None and slot.pin.exclusive
+        return not alone and slot.num_leases(Purpose.TRAINING) < self._capacity // 2
 
     def try_lease_validation(self, holder: str, pin: Pin) -> Lease | None:
         """A lease on the least loaded replica of a pin that holds its version, if one is free."""

@@ -108,8 +108,11 @@ class ReplicaLoop:
     async def _renew(self, weights: Weights, lost: WeightsLostError) -> None:
         """Have the weights published again; one that nobody can publish again is given up."""
         self._recorder.event("weights_lost", version=weights.version, reason=str(lost))
-        if weights is not self._store.latest:
-            self._give_up(weights.version, str(lost))
+        version, latest = weights.version, self._store.latest
+        if self._store.has(version) and self._store.get(version) is not weights:
+            return  # published again meanwhile
+        if latest is None or version != latest.version:
+            self._give_up(version, str(lost))
         else:
             await self._trainer.renew(lost, waiter=self.name)
 

@@ -10,13 +10,17 @@ STOP_EXIT_CODES = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended. `summary` is the content of `summary.json`."""
+    """How a run ended. `summary` is the content of `summary.json`.
+
+    `stop_signal` was taken, whatever the end.
+    """
 
     status: str
     exit_code: int
     cause: str
     summary: dict[str, Any]
     error: BaseException | None
+    stop_signal: str | None = None
 
 
 def make_run_end(
@@ -42,7 +46,14 @@ def make_run_end(
     else:
         status, cause, exit_code = "completed", "", 0
     summary = {"status": status, "exit_code": exit_code, "cause": cause, **numbers}
-    return RunEnd(status=status, exit_code=exit_code, cause=cause, summary=summary, error=error)
+    return RunEnd(
+        status=status,
+        exit_code=exit_code,
+        cause=cause,
+        summary=summary,
+        error=error,
+        stop_signal=stop_signal,
+    )
 
 
 def with_error(end: RunEnd, error: BaseException) -> RunEnd:

@@ -51,6 +51,13 @@ def make_stages(
         run = validator.current
         return validator.num_recorded, None if run is None else (run.step, run.num_moves)
 
+    def trainers() -> object:
+        # A replacement begins everything anew, and may be over between two looks.
+        return trainer.num_moves, restarts.count
+
+    def writes() -> object:
+        return checkpointer.num_moves, len(checkpointer.saved_steps), trainers()
+
     def everything() -> object:
         return (
             processes(),
@@ -60,7 +67,7 @@ def make_stages(
             train.state.step,
             trainer.num_moves,
             train.is_training,
-            len(checkpointer.saved_steps),
+            writes(),
             checkpointer.num_copies,
         )
 
@@ -86,7 +93,7 @@ def make_stages(
             limit_s=health.startup_timeout_s + health.sync_timeout_s + grace_s,
             setting="health.startup_timeout_s + health.sync_timeout_s",
             has_work=lambda: store.latest is None or workers.datasets is None,
-            progress=processes,
+            progress=lambda: (processes(), trainers()),
         ),
         Stage(
             name="rollout",
@@ -101,14 +108,14 @@ def make_stages(
             limit_s=health.train_step_timeout_s + grace_s,
             setting="health.train_step_timeout_s",
             has_work=lambda: train.is_training and not trainer.is_replacing,
-            progress=lambda: train.state.step,
+            progress=lambda: (train.state.step, trainers()),
         ),
         Stage(
             name="the trainer's replacement",
             limit_s=health.startup_timeout_s + health.train_step_timeout_s + grace_s,
             setting="health.startup_timeout_s + health.train_step_timeout_s",
             has_work=lambda: trainer.is_replacing,
-            progress=lambda: trainer.num_moves,
+            progress=trainers,
         ),
         Stage(
             name="weight sync",
@@ -131,7 +138,7 @@ def make_stages(
             limit_s=2 * health.checkpoint_timeout_s + grace_s,
             setting="2 * health.checkpoint_timeout_s",
             has_work=lambda: checkpointer.num_copies > 0 and not trainer.is_replacing,
-            progress=lambda: len(checkpointer.saved_steps),
+            progress=writes,
         ),
         Stage(
             name="the run",

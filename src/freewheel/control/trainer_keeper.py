@@ -20,6 +20,7 @@ from freewheel.control.waits import WaitTable, because
 from freewheel.errors import (
     CheckpointError,
     FreewheelError,
+    InvariantError,
     StalledError,
     StartupError,
     TrainerLostError,
@@ -67,6 +68,11 @@ class _Published:
 class TrainerKeeper:
     """See the module's docstring.
 
+    Attributes:
+        saving: held while a checkpoint becomes whole, and while a trainer is replaced.
+        num_moves: calls to trainers that were answered.
+        is_replacing: whether a replacement is under way.
+
     Args:
         make: makes a trainer that is yet to be started.
         health: limits.
@@ -97,6 +103,7 @@ class TrainerKeeper:
         self._on_republished = on_republished
         self._trainer = make()
         self._replacing = asyncio.Lock()
+        self.saving = asyncio.Lock()
         self._journal: deque[TrainRequest] = deque()
         self._journal_bytes = 0
         self._journal_from = 0
@@ -185,15 +192,19 @@ class TrainerKeeper:
                 lambda t: t.write_state(step, folder, trajectories, held),
                 may_be_overdue=0,
             )
-        finally:
+        except TrajectoriesLostError:
+            raise  # the copy is kept: it is written without them
+        except BaseException:
             self._copies.discard(step)
+            raise
+        self._copies.discard(step)
 
     def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
         """References to the trajectories of these groups, read from a checkpoint's folder."""
         return self._trainer.load_trajectories(folder, group_ids)
 
     def saved(self, step: int, folder: Path) -> None:
-        """A checkpoint is whole: a lost trainer starts from it."""
+        """A checkpoint is whole: a lost trainer starts from it. Called under `saving`."""
         self._saved_step, self._saved_folder = step, folder
         self._carried = {s: held for s, held in self._carried.items() if s >= step}
         while self._journal and self._journal[0].step <= step:
@@ -294,6 +305,7 @@ class TrainerKeeper:
             self._num_lost[what] += 1
             raise
         self._num_lost.pop(what, None)
+        self.num_moves += 1
         return result
 
     # -- replacement --------------------------------------------------------------------------
@@ -305,7 +317,13 @@ class TrainerKeeper:
                 return
             self.is_replacing = True
             try:
-                await self._replace_until_up(cause, waiter)
+                # A checkpoint that became whole meanwhile would be another one to start from.
+                with self._waits.waiting(waiter, "a commit to end", held_by=("checkpoint",)):
+                    await self.saving.acquire()
+                try:
+                    await self._replace_until_up(cause, waiter)
+                finally:
+                    self.saving.release()
             finally:
                 self.is_replacing = False
                 self._restarts.arrivals.notify()
@@ -340,7 +358,11 @@ class TrainerKeeper:
     async def _bring_back(self, waiter: str) -> None:
         """Start from the newest checkpoint, train again on what came since."""
         began_s = asyncio.get_running_loop().time()
-        await self._start(self._saved_folder, waiter=waiter)
+        info = await self._start(self._saved_folder, waiter=waiter)
+        if info.step != self._saved_step:
+            raise InvariantError(
+                f"the trainer started from step {info.step}, the journal from {self._saved_step}"
+            )
         carried = self._carried.get(self._saved_step, set[int]())
         if self._published and self._published.version in carried:
             await self._republish(waiter, restored=True)
@@ -371,7 +393,6 @@ class TrainerKeeper:
             info = await self._counting("start", trainer.start(checkpoint))
         self._restarts.came_up("trainer")
         self._recorder.event("trainer_up", **asdict(info))
-        self.num_moves += 1
         return info
 
     async def _replay(self, request: TrainRequest, waiter: str) -> None:
@@ -383,7 +404,6 @@ class TrainerKeeper:
                 f"the trainer cannot be brought back: trajectories of step {request.step} are "
                 f"gone, too ({error})"
             ) from error
-        self.num_moves += 1
 
     async def _catch_up(self, step: int, waiter: str) -> None:
         """Do again what followed a step: the copy that is to be written, the publication."""
@@ -403,7 +423,6 @@ class TrainerKeeper:
         else:
             weights = await self._ask(call, lambda t: t.publish(version), self._trainer)
         self._on_republished(weights)
-        self.num_moves += 1
 
     # -- journal ------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ class ValidationRun:
             self._reason = f"not done within {limit_s:g} s (validation.timeout_s)"
             self._recorder.event("validation_timeout", step=self.step, waits=self._waits.describe())
             return
-        if self._given_up:
+        if self._given_up and self.num_done < self.num_total:
             self._reason = self._given_up
             return
         self._set_status()
@@ -132,6 +132,10 @@ class ValidationRun:
         self._given_up = reason
         self._pending.clear()
         self._pin.num_pending = 0
+        # They would ask for the version again and again.
+        for replica_id in sorted(self._pin.replica_ids):
+            if self._pool.slots[replica_id].version != self.version:
+                self._unpin(replica_id)
         self._pool.changed.notify()
 
     def _set_status(self) -> None:

@@ -1,5 +1,6 @@
 """The rollout workers: started, given work, replaced when lost."""
 
+import asyncio
 from dataclasses import dataclass
 
 from freewheel.config.sections import HealthConfig
@@ -111,7 +112,7 @@ class WorkerPool:
     @property
     def num_serving(self) -> int:
         """Workers that take work now."""
-        return sum(slot.worker is not None for slot in self.slots)
+        return sum(slot.worker is not None and not slot.retiring for slot in self.slots)
 
     def report_lost(self, worker: RolloutWorker, reason: str) -> None:
         """Take a worker out of service; its loop replaces it. Late reports are ignored."""
@@ -122,11 +123,15 @@ class WorkerPool:
             self.changed.notify()
 
     def retire(self, worker: RolloutWorker, reason: str) -> None:
-        """Give a worker no new groups, and replace it when those that it has are done."""
+        """Give a worker no new groups; replace it when those that it has are done, or late."""
         slot = self.slots[worker.worker_id]
         if slot.worker is worker and not slot.retiring:
             slot.retiring = reason
             self._recorder.event("rollout_worker_retired", worker=worker.worker_id, reason=reason)
+            # Rollouts may have no other worker: they do not wait for the longest trial of this one.
+            asyncio.get_running_loop().call_later(
+                self._health.loop_blocked_end_s, self.report_lost, worker, reason
+            )
             self._replace_if_retired(slot)
 
     def _replace_if_retired(self, slot: WorkerSlot) -> None:

@@ -85,10 +85,15 @@ class Loops:
         serving = asyncio.get_running_loop()
         timer = serving.call_later(LOOP_ANSWER_S, self._avoided.add, thread)
 
+        def turned() -> None:
+            timer.cancel()
+            if thread not in self._blocked:
+                self._avoided.discard(thread)
+
         def reached() -> None:
             # The serving loop is gone when the worker was closed meanwhile.
             with contextlib.suppress(RuntimeError):
-                serving.call_soon_threadsafe(timer.cancel)
+                serving.call_soon_threadsafe(turned)
 
         thread.cancel(call, reached)
 

@@ -175,7 +175,13 @@ class RayTrainer:
 
     async def train_step(self, request: TrainRequest) -> TrainResult:
         """The same request to every rank."""
-        return (await self._all("train_step", request))[0]
+        try:
+            return (await self._all("train_step", request))[0]
+        except TrajectoriesLostError:
+            if len(self.ranks) > 1:
+                # Ranks that found all of them are in a collective that the others do not join.
+                self.kill()
+            raise
 
     async def publish(self, version: int) -> Weights:
         """All ranks gather; rank 0 puts the weights into shared memory, and none come here."""
