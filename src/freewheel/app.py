@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Coroutine
 from concurrent import futures
@@ -49,6 +50,9 @@ _CLOSE_LIMIT_S = 10.0
 
 _EXIT_S = 1.0
 """Kept of a stop's time for the rest of the process's end."""
+
+_SAME_SIGNAL_S = 0.5
+"""Signals within so long are one: `timeout` and schedulers signal the process, then its group."""
 
 _LAST_SUMMARY_S = 2.0
 """How long a process that ends at once waits for the disk to take its summary."""
@@ -160,6 +164,7 @@ def _run(
     resumed_step = None if resume is None else resume.control["train"]["step"]
     sinks = make_sinks(config, folder, resumed_step=resumed_step)
     recorder = FileRecorder(folder, sinks=sinks)
+    sys.stderr.write(f"run folder: {folder.path}\n")
     progress = make_progress(config.logging.progress)
     summary = None
     run = _Run(config, folder, recorder, progress, model)
@@ -192,6 +197,7 @@ class _Run:
         logs.mkdir(exist_ok=True)
         self._backend = RayBackend(config, model_path, log_dir=logs)
         self._num_signals = 0
+        self._first_signal_s = 0.0
         self._stopped = asyncio.Event()
         self._controller: Controller | None = None
         self._ended: RunEnd | None = None
@@ -288,6 +294,10 @@ class _Run:
 
     def _take_signal(self, name: str, controller: Controller) -> None:
         signal.alarm(0)  # the alarm of Ray's handler, if the signal came while Ray started
+        now_s = time.monotonic()
+        if self._num_signals and now_s - self._first_signal_s < _SAME_SIGNAL_S:
+            return
+        self._first_signal_s = now_s
         self._num_signals += 1
         if self._num_signals > 1:
             self._end_at_once("a second signal ended the process at once")

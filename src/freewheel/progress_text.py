@@ -37,6 +37,10 @@ def news(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
     old_checkpoint = before.last_checkpoint if before else None
     if now.last_checkpoint is not None and now.last_checkpoint != old_checkpoint:
         yield f"{at}checkpoint: step {now.last_checkpoint}"
+    for text in now.losses[len(before.losses) if before else 0 :]:
+        yield f"{at}lost: {text}"
+    for text in now.first_failures[len(before.first_failures) if before else 0 :]:
+        yield f"{at}the first rollout to fail with class {text}"
     yield from (at + text for text in _dropped_since(before, now))
 
 

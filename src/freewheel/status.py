@@ -65,6 +65,8 @@ class RunStatus:
         last_validation: the last that was not skipped.
         last_checkpoint: step of the last complete checkpoint.
         num_dropped_prompts: prompts that cannot be used; `dropped_prompts` has the first of them.
+        first_failures: the first failed rollout of each class, in words.
+        losses: lost workers, in words; the first of them.
         trainer_waits_for: what the trainer waits for now, None while it computes.
         waits: the wait table.
         wall_s: seconds since the run's first start. `eta_s`: seconds to the end, None if unknown.
@@ -88,6 +90,8 @@ class RunStatus:
     last_checkpoint: int | None = None
     num_dropped_prompts: int = 0
     dropped_prompts: tuple[str, ...] = ()
+    first_failures: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
     trainer_waits_for: str | None = None
     waits: tuple[Wait, ...] = ()
     wall_s: float = 0.0

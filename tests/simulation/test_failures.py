@@ -416,3 +416,13 @@ def test_a_cut_whose_copy_was_not_taken_is_not_waited_for():
     ends_with(run, BROKEN.exit_code, "the rollouter is broken")
     failed_s = next(e["t_s"] for e in run.recorder.rows("events") if e["event"] == "loop_failed")
     assert run.ended_s == pytest.approx(failed_s, abs=1e-6)
+
+
+def test_prompts_that_all_fail_in_the_reward_are_named_by_what_failed():
+    config = small_config(total_training_steps=None, total_epochs=50)
+    config = replace(config, health=replace(config.health, max_failed_groups_in_a_row=10_000))
+    settings = replace(SETTINGS, num_prompts=5, faults=Faults(environment=1.0))
+    run = simulate(config, settings)
+    ends_with(run, 4, "all 5 prompts are set aside")
+    assert "the environment raised ValueError" in run.end.cause
+    assert "over-long" not in run.end.cause

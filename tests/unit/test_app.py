@@ -154,7 +154,10 @@ def test_a_second_signal_ends_at_once_with_a_summary(run, exits, name, code):
     stopping._take_signal(name, controller)
     try:
         assert controller.stopped == [name]
+        # `timeout` and schedulers signal the process, then its group: that is one signal.
+        stopping._take_signal(name, controller)
         assert not exits
+        stopping._first_signal_s -= app._SAME_SIGNAL_S
         with pytest.raises(Exit):
             stopping._take_signal(name, controller)
     finally:

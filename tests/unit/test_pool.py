@@ -236,8 +236,11 @@ def test_pins_keep_back_nothing_while_another_replica_has_room():
     assert not pool.pins_keep_back(0)
     pool.try_lease_training("g", min_version=0)
     assert not pool.pins_keep_back(0)
-    pool.try_lease_training("h", min_version=0)
-    assert pool.pins_keep_back(0), "the other one is full, and the pinned one would have room"
+    assert pool.try_lease_training("h", min_version=0).replica_id == 1
+    assert not pool.pins_keep_back(0), "the other one is full, the pinned one lends half of itself"
+    assert pool.try_lease_training("i", min_version=0).replica_id == 0
+    assert pool.try_lease_training("j", min_version=0) is None
+    assert pool.pins_keep_back(0), "the pinned one would have room"
 
 
 def test_pins_keep_back_the_newer_version_once_it_could_be_there():
@@ -256,7 +259,7 @@ def test_pins_keep_back_the_newer_version_once_it_could_be_there():
 
 
 def test_without_partial_rollout_a_pin_is_not_blamed_for_the_drain_of_the_others():
-    pool, _ = pinned_pool(num_shared=2, capacity=2, partial_rollout=False)
+    pool, _ = pinned_pool(num_shared=2, capacity=1, partial_rollout=False)
     lease = pool.try_lease_training("g", min_version=0)
     pool.published(1)
     assert pool.try_lease_training("h", min_version=0) is None

@@ -13,7 +13,7 @@ Command = Callable[[argparse.Namespace], int]
 _EPILOG = """\
 exit codes: 0 done, 1 unexpected error, 2 wrong configuration or input, 3 a worker did not start,
 4 a stage stopped, 5 a worker was lost, 6 training diverged, 7 checkpoint, 8 bug in Freewheel,
-9 data, 10 a loop ended early, 11 records, 130 Ctrl-C, 143 SIGTERM
+9 data, 10 a loop ended early, 11 records, 12 no score, 13 engine mismatch, 130 Ctrl-C, 143 SIGTERM
 """
 
 

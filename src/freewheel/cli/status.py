@@ -41,7 +41,7 @@ def _status(options: argparse.Namespace) -> int:
         sys.stdout.write(_as_json(state, last, summary) + "\n")
         return 0
     sys.stdout.write(f"{folder.path}: {state}\n")
-    if last is not None:
+    if last is not None and summary is None:
         sys.stdout.write("".join(f"  {line}\n" for line in _lines(last.status)))
     sys.stdout.write("".join(f"  {line}\n" for line in describe_summary(summary)))
     return 0

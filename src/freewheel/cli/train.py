@@ -118,5 +118,11 @@ def _dry_run(config: Config) -> int:
         sys.stdout.write(f"{text}\n")
     for text in plan.warnings:
         sys.stdout.write(f"warning: {text}\n")
+    if findings.missing:
+        sys.stdout.write(
+            f"The configuration is valid, but cannot run here: {len(findings.missing)} things that "
+            "it needs are missing (see above). Nothing was started.\n"
+        )
+        return 0
     sys.stdout.write("The configuration is valid; nothing was started.\n")
     return 0

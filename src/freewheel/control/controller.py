@@ -91,6 +91,7 @@ class Controller:
         self._status_report = StatusReport(
             config,
             ledger=self.roles.ledger,
+            restarts=self.roles.restarts,
             rollouter=self.roles.rollouter,
             train=self.roles.train,
             validator=self.roles.validator,

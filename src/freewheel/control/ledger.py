@@ -112,6 +112,7 @@ class Ledger:
         self._prompt_failures: Counter[int] = Counter()
         self._named: set[int] = set()
         self.dropped: list[str] = []
+        self.first_failures: dict[FailureClass, str] = {}
 
     # -- issuing ------------------------------------------------------------------------------
 
@@ -228,6 +229,8 @@ class Ledger:
         for outcome in outcomes:
             index = _number(outcome)
             group.outcomes[index] = outcome
+            if outcome.failure is not None:
+                self.first_failures.setdefault(outcome.failure, outcome.message)
             # They come together, when the last has ended.
             ended_s = now_s - (longest_s - outcome.wall_s if outcome.wall_s else 0.0)
             began_s = ended_s - outcome.wall_s if outcome.wall_s else 0.0

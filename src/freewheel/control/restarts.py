@@ -12,6 +12,8 @@ from freewheel.control.waits import Signal
 from freewheel.errors import LostError
 from freewheel.protocols import Recorder
 
+MAX_NAMED = 50
+"""Losses that the display names."""
 MAX_FAILED_FIRST_STARTS = 3
 """A worker that was lost so often and was never up will not come up: the run ends at once."""
 
@@ -30,6 +32,7 @@ class Restarts:
         self._were_up: set[str] = set()
         self._failed_starts: Counter[str] = Counter()
         self.count = 0
+        self.losses: list[str] = []
         self.arrivals = Signal()
 
     def came_up(self, who: str) -> None:
@@ -47,6 +50,8 @@ class Restarts:
         """
         self.count += 1
         refusal = self._refusal(who)
+        if len(self.losses) < MAX_NAMED:
+            self.losses.append(f"{who}{'' if refusal else ', is replaced'}: {cause}")
         self._recorder.event(
             "worker_lost",
             worker=who,

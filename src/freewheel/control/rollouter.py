@@ -337,12 +337,22 @@ class Rollouter:
             )
 
     def _check_dropped(self) -> None:
-        if self._ledger.dropped_in_a_row >= max(self._feed.num_prompts, 1):
+        if self._ledger.dropped_in_a_row < max(self._feed.num_prompts, 1):
+            return
+        failures = self._ledger.failures()
+        text = ", ".join(f"{number} samples {failure}" for failure, number in failures.items())
+        if FailureClass.OVER_LONG_PROMPT in failures or FailureClass.BAD_PROMPT in failures:
             raise DataError(
-                f"none of the {self._feed.num_prompts} prompts can be used: "
-                f"{self._ledger.failures()}; an over-long prompt has more than "
+                f"none of the {self._feed.num_prompts} prompts can be used: {text}; an over-long "
+                "prompt has more than "
                 f"rollout.max_prompt_length={self._config.rollout.max_prompt_length} tokens"
             )
+        first = "; ".join(self._ledger.first_failures.values())
+        raise StalledError(
+            f"all {self._feed.num_prompts} prompts are set aside, as their groups failed "
+            f"{self._config.health.max_prompt_failures} times each (health.max_prompt_failures): "
+            f"{text}; the first of each class: {first}"
+        )
 
     def _seed(self, sample_id: str, attempt: int) -> int:
         return derive_seed(self._config.trainer.seed, sample_id, attempt)

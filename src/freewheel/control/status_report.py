@@ -6,6 +6,7 @@ from typing import Any
 from freewheel.config.sections import Config
 from freewheel.control.checkpointing import Checkpointer
 from freewheel.control.ledger import Ledger
+from freewheel.control.restarts import Restarts
 from freewheel.control.rollouter import Rollouter
 from freewheel.control.train_loop import TrainLoop
 from freewheel.control.validation import Validator
@@ -13,6 +14,8 @@ from freewheel.control.waits import WaitTable
 from freewheel.status import RunningValidation, RunStatus, ScoredValidation, Wait
 
 _WINDOW_S = 30.0
+_MIN_STEPS = 3
+"""Ends of steps, from two of which on a speed can be told."""
 
 
 class StatusReport:
@@ -23,6 +26,7 @@ class StatusReport:
         config: Config,
         *,
         ledger: Ledger,
+        restarts: Restarts,
         rollouter: Rollouter,
         train: TrainLoop,
         validator: Validator,
@@ -31,12 +35,14 @@ class StatusReport:
     ) -> None:
         self._config = config
         self._ledger = ledger
+        self._restarts = restarts
         self._rollouter = rollouter
         self._train = train
         self._validator = validator
         self._checkpointer = checkpointer
         self._waits = waits
-        self._history: deque[tuple[float, int, int, int]] = deque()
+        self._history: deque[tuple[float, int, int]] = deque()
+        self._steps: deque[tuple[float, int]] = deque()
 
     def build(self, *, phase: str, now_s: float, loop_s: float) -> RunStatus:
         """The state now.
@@ -47,7 +53,7 @@ class StatusReport:
             loop_s: the event loop's time; the wait table's clock.
         """
         state, metrics = self._train.state, self._train.last_metrics
-        samples_per_s, tokens_per_s, steps_per_s = self._speeds(now_s)
+        samples_per_s, tokens_per_s = self._speeds(now_s)
         total = self._config.trainer.total_training_steps
         left = None if total is None else total - state.step
         waits = [
@@ -79,19 +85,31 @@ class StatusReport:
             last_checkpoint=max(self._checkpointer.saved_steps, default=None),
             num_dropped_prompts=self._ledger.num_dropped,
             dropped_prompts=tuple(self._ledger.dropped),
+            first_failures=tuple(f"{k}: {v}" for k, v in self._ledger.first_failures.items()),
+            losses=tuple(self._restarts.losses),
             trainer_waits_for=train_waits[0] if train_waits else None,
             waits=tuple(waits),
             wall_s=now_s,
-            eta_s=left / steps_per_s if left is not None and steps_per_s else None,
+            eta_s=self._left_s(now_s, state.step, left),
         )
 
-    def _speeds(self, now_s: float) -> tuple[float, float, float]:
-        """Samples, tokens and steps a second over the last half minute."""
+    def _left_s(self, now_s: float, step: int, left: int | None) -> float | None:
+        """Seconds to the end, from the steps alone: what came before the first says nothing."""
+        if step > 0 and (not self._steps or self._steps[-1][1] != step):
+            self._steps.append((now_s, step))
+        while len(self._steps) > _MIN_STEPS and self._steps[0][0] < now_s - _WINDOW_S:
+            self._steps.popleft()
+        if left is None or len(self._steps) < _MIN_STEPS:
+            return None
+        (began_s, first), (ended_s, last) = self._steps[0], self._steps[-1]
+        return left * (ended_s - began_s) / (last - first)
+
+    def _speeds(self, now_s: float) -> tuple[float, float]:
+        """Samples and tokens a second over the last half minute."""
         sample = (
             now_s,
             self._rollouter.num_finished_samples,
             self._rollouter.num_finished_tokens,
-            self._train.state.step,
         )
         self._history.append(sample)
         while self._history[0][0] < now_s - _WINDOW_S:
@@ -99,11 +117,8 @@ class StatusReport:
         first = self._history[0]
         elapsed_s = now_s - first[0]
         if elapsed_s <= 0:
-            return 0.0, 0.0, 0.0
-        samples, tokens, steps = (
-            (sample[index] - first[index]) / elapsed_s for index in range(1, 4)
-        )
-        return samples, tokens, steps
+            return 0.0, 0.0
+        return (sample[1] - first[1]) / elapsed_s, (sample[2] - first[2]) / elapsed_s
 
     def _running_validation(self) -> RunningValidation | None:
         run = self._validator.current

@@ -1,0 +1,159 @@
+"""A replacement of the trainer meets other things at their worst moment."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from freewheel.errors import TrainerLostError, TrajectoriesLostError, WeightsLostError
+from freewheel.simulation.run import simulate
+from freewheel.simulation.settings import SimSettings
+from tests.simulation.scenarios import check_samples, small_config
+from tests.simulation.test_trainer_replacement import Trainers, num_events, patient
+
+
+class Reports:
+    def __init__(self):
+        self.sentences = []
+
+    async def report(self, stall):
+        self.sentences.append(stall.sentence())
+
+    async def report_block(self, process, cause):
+        raise AssertionError(f"{process}: {cause}")
+
+
+@pytest.mark.parametrize("lost_at_s", [0.5, 2.5, 4.5])
+def test_a_commit_that_ends_during_a_replacement_skips_no_step(lost_at_s):
+    """The trainer dies while a checkpoint is being committed, for five seconds."""
+    trainers = Trainers(0, chance=0.0)
+    settings = SimSettings(seed=2, train_step_s=1.0, write_s=0.5, startup_s=8.0)
+    commits = []
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        commit = controller.roles.checkpointer._store.commit
+
+        async def slow_commit(step, control):
+            if not commits:
+                asyncio.get_running_loop().call_later(lost_at_s, trainers.all[0].kill)
+            commits.append(step)
+            await asyncio.sleep(5.0)
+            return await commit(step, control)
+
+        controller.roles.checkpointer._store.commit = slow_commit
+
+    run = simulate(patient(small_config(save_freq=2)), settings, act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert len(trainers.all) == 2
+    steps = {key: digest for key, digest in trainers.digests.items() if isinstance(key, int)}
+    for state in run.disk.states.values():
+        assert state["digest"] == steps[state["step"]]
+
+
+def test_a_step_that_is_tried_again_has_its_whole_limit():
+    """The replacement is over between two looks of the watchdog."""
+    config = patient(small_config(), train_step_timeout_s=200.0, grace_s=5.0)
+    reports = Reports()
+
+    def act(controller, backend):
+        step = backend.fake_trainer.train_step
+
+        async def hang_at_the_third(request):
+            if request.step == 3:
+                await asyncio.Event().wait()
+            return await step(request)
+
+        backend.fake_trainer.train_step = hang_at_the_third
+
+    settings = SimSettings(seed=1, train_step_s=100.0, startup_s=2.0)
+    run = simulate(config, settings, act=act, reporter=reports)
+    assert run.end.exit_code == 0, run.end.cause
+    assert reports.sentences == []
+    assert run.end.summary["restarts"] == 1
+
+
+def test_weights_that_were_published_again_meanwhile_end_no_validation():
+    """Two replicas fail to fetch one publication; the second finds it out later."""
+    failures = []
+
+    def act(controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+            update = fake.update_weights
+
+            async def update_weights(weights):
+                if weights.version == 2 and len(failures) < 2:
+                    failures.append(replica_id)
+                    await asyncio.sleep(12.0 * (len(failures) - 1))
+                    raise WeightsLostError("gone")
+                await update(weights)
+
+            fake.update_weights = update_weights
+            return fake
+
+        backend.replica = replica
+
+    config = patient(small_config(test_freq=2, total_training_steps=8))
+    config = replace(config, async_training=replace(config.async_training, max_staleness=4))
+    run = simulate(config, SimSettings(seed=3), act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert len(failures) == 2
+    assert {row["status"] for row in run.recorder.rows("validations")} == {"complete"}
+    check_samples(config, run)
+
+
+@pytest.mark.parametrize("mode", ["dedicated", "exclusive", "parallel"])
+def test_a_version_that_is_nowhere_is_not_asked_for_again_and_again(mode):
+    asked = []
+
+    def act(controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+            update = fake.update_weights
+
+            async def update_weights(weights):
+                is_old = controller.roles.store.latest is not weights
+                if is_old and weights.version > 0:
+                    asked.append(replica_id)
+                    raise WeightsLostError("gone")
+                await update(weights)
+
+            fake.update_weights = update_weights
+            return fake
+
+        backend.replica = replica
+
+    config = patient(small_config("async_partial", mode, test_freq=2))
+    run = simulate(config, SimSettings(seed=4, train_step_s=0.5), act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert len(asked) <= 4 * len(run.recorder.rows("validations"))
+    assert num_events(run, "weights_lost") == len(asked)
+
+
+def test_a_copy_is_made_again_also_after_trajectories_were_lost():
+    trainers = Trainers(0, chance=0.0)
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        first = trainers.all[0]
+        write, calls = first.write_state, []
+
+        async def write_state(step, folder, trajectories, held):
+            calls.append(step)
+            if len(calls) == 1:
+                raise TrajectoriesLostError((0,) if trajectories else (), "node lost")
+            if len(calls) == 2:
+                first.kill()
+                raise TrainerLostError("died")
+            return await write(step, folder, trajectories, held)
+
+        first.write_state = write_state
+
+    run = simulate(patient(small_config(save_freq=3)), SimSettings(seed=6), act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert run.end.summary["checkpoints"] == [3, 6, 8]
