@@ -106,8 +106,8 @@ def make_rules(  # noqa: C901 - one short function a rule
 
     def copies() -> list[tuple[object, object]]:
         checkpointer = controller.roles.checkpointer
-        if not checkpointer.num_copies:
-            return []
+        if not checkpointer.num_copies or checkpointer.overdue:
+            return []  # one that is overdue is told, and ends the run when the next is due
         return [("copy", (len(checkpointer.saved_steps), *trainer_moves()))]
 
     def anything() -> list[tuple[object, object]]:

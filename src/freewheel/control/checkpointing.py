@@ -82,12 +82,16 @@ class Checkpointer:
         self._jobs: Channel[_Job] = Channel(MAX_COPIES)
         self.num_copies = 0
         self.num_moves = 0
+        self.overdue: str | None = None
 
     async def cut(self, step: int) -> None:
         """Take the state of this moment. Called by the train loop between two steps."""
         if self.num_copies >= MAX_COPIES:
             with self._waits.waiting("train", "room for a copy", held_by=("checkpoint",)):
-                await self._changed.until(lambda: True if self.num_copies < MAX_COPIES else None)
+                await self._changed.until(
+                    lambda: self._unless_overdue(self.num_copies < MAX_COPIES)
+                )
+        self._unless_overdue(ready=True)
         state = self._collect()
         self.num_copies += 1
         try:
@@ -100,17 +104,47 @@ class Checkpointer:
         self._recorder.event("checkpoint_cut", step=step)
 
     async def run(self) -> None:
-        """Write cuts, one after the other.
+        """Write cuts, one after the other. One that is overdue ends the run when the next is due.
 
         Consumes: cuts of the train loop.
         Produces: checkpoint folders; `latest` moves last.
         Waits for: a cut; the trainer's writing; the disk.
-        Unblocked by: train; the disk; its own deadline.
+        Unblocked by: train; the disk.
         """
         async for job in self._jobs:
-            await self._write(job)
+            await self._write_watched(job)
             self.num_copies -= 1
             self._changed.notify()
+
+    async def _write_watched(self, job: _Job) -> None:
+        """Write a cut; tell when it takes too long, and go on: training does not need it yet."""
+        limit_s = self._config.health.checkpoint_timeout_s
+        async with asyncio.TaskGroup() as group:
+            write = group.create_task(self._write(job), name=f"checkpoint-{job.step}")
+            done, _ = await asyncio.wait({write}, timeout=limit_s)
+            if not done:
+                self.overdue = (
+                    f"checkpoint of step {job.step}: not written within {limit_s:g} s "
+                    "(health.checkpoint_timeout_s); the previous one is untouched"
+                )
+                self._recorder.event(
+                    "checkpoint_overdue",
+                    step=job.step,
+                    limit_s=limit_s,
+                    waits=self._waits.describe(),
+                )
+                self._changed.notify()
+        self.overdue = None
+
+    def _unless_overdue(self, ready: bool) -> bool | None:
+        """True if it is ready, None if not yet.
+
+        Raises:
+            CheckpointError: a write is overdue, and the next one is due.
+        """
+        if self.overdue is not None:
+            raise CheckpointError(self.overdue)
+        return True if ready else None
 
     async def _write(self, job: _Job) -> None:
         folder = await self._on_disk(job, "folder", self._store.begin(job.step))
@@ -147,22 +181,16 @@ class Checkpointer:
 
     async def _on_disk(self, job: _Job, what: str, write: Awaitable[T]) -> T:
         """Something that this process writes."""
-        limit_s = self._config.health.checkpoint_timeout_s
-        async with self._waits.limited(
-            "checkpoint",
-            f"{what} of step {job.step}",
-            held_by=("disk",),
-            timeout_s=limit_s,
-            otherwise=lambda: CheckpointError(
-                f"checkpoint of step {job.step}: {what} not written within {limit_s:g} s "
-                "(health.checkpoint_timeout_s); the previous one is untouched"
-            ),
-        ):
+        with self._waits.waiting("checkpoint", f"{what} of step {job.step}", held_by=("disk",)):
             result = await write
         self.num_moves += 1
         return result
 
     async def drain(self) -> None:
-        """Wait until every cut is written."""
+        """Wait until every cut is written.
+
+        Raises:
+            CheckpointError: a write is overdue.
+        """
         with self._waits.waiting("train", "checkpoints to be written", held_by=("checkpoint",)):
-            await self._changed.until(lambda: True if self.num_copies == 0 else None)
+            await self._changed.until(lambda: self._unless_overdue(self.num_copies == 0))

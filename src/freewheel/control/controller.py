@@ -152,7 +152,8 @@ class Controller:
                 checkpoints = self._guard("checkpoint", self.roles.checkpointer.run())
                 write_task = writing.create_task(checkpoints, name="checkpoint")
                 await self._run_root()
-                if self._cause is not None and not write_task.done():
+                can_write = self.roles.checkpointer.overdue is None and not write_task.done()
+                if self._cause is not None and can_write:
                     await self._write_cuts_left()
                 write_task.cancel()
         except* Exception as errors:  # noqa: BLE001 - kept as the cause that ends the run

@@ -137,7 +137,11 @@ def make_stages(
             # A copy, then its writing.
             limit_s=2 * health.checkpoint_timeout_s + grace_s,
             setting="2 * health.checkpoint_timeout_s",
-            has_work=lambda: checkpointer.num_copies > 0 and not trainer.is_replacing,
+            has_work=lambda: (
+                checkpointer.num_copies > 0
+                and checkpointer.overdue is None
+                and not trainer.is_replacing
+            ),
             progress=writes,
         ),
         Stage(

@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 _BYTES_PER_TOKEN = 20
 """What a token takes in a trajectory: id, log-probability, mask and version."""
+_MAX_OVERDUE = 1
+"""So often a trainer that does not answer a call in time is replaced."""
 _MAX_LOSSES = 3
 """Of trainers over one call, in a row: more is no accident, the call kills the trainer."""
 
@@ -53,8 +55,8 @@ class _Call:
 
     waiter: str
     what: str
-    limit_s: float
-    overdue: FreewheelError
+    limit_s: float | None = None
+    overdue: FreewheelError | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,22 +178,11 @@ class TrainerKeeper:
     async def write_state(
         self, step: int, folder: Path, trajectories: Sequence[Ref], held: Sequence[Weights]
     ) -> None:
-        """Write the copy of a step. The limit is its own: a replacement does not count into it."""
+        """Write the copy of a step, however long it takes: its caller tells when it is overdue."""
         self._carried[step] = {weights.version for weights in held}
-        limit_s = self._health.checkpoint_timeout_s
-        text = f"checkpoint of step {step}: not written within {limit_s:g} s"
-        overdue = CheckpointError(
-            f"{text} (health.checkpoint_timeout_s); the previous one is untouched"
-        )
-        call = _Call(
-            waiter="checkpoint", what=f"write of step {step}", limit_s=limit_s, overdue=overdue
-        )
+        call = _Call(waiter="checkpoint", what=f"write of step {step}")
         try:
-            await self._answer(
-                call,
-                lambda t: t.write_state(step, folder, trajectories, held),
-                may_be_overdue=0,
-            )
+            await self._answer(call, lambda t: t.write_state(step, folder, trajectories, held))
         except TrajectoriesLostError:
             raise  # the copy is kept: it is written without them
         except BaseException:
@@ -253,13 +244,8 @@ class TrainerKeeper:
             overdue=CheckpointError(f"{text} (health.checkpoint_timeout_s)"),
         )
 
-    async def _answer(
-        self, call: _Call, ask: Callable[[Trainer], Awaitable[T]], *, may_be_overdue: int = 1
-    ) -> T:
-        """The answer to a call, from another trainer if the first is lost over it.
-
-        `may_be_overdue`: so often a trainer that does not answer in time is replaced.
-        """
+    async def _answer(self, call: _Call, ask: Callable[[Trainer], Awaitable[T]]) -> T:
+        """The answer to a call, from another trainer if the first is lost over it, or overdue."""
         num_overdue = 0
         while True:
             trainer = await self._current(call)
@@ -267,7 +253,7 @@ class TrainerKeeper:
                 return await self._ask(call, ask, trainer)
             except OverdueError as error:
                 num_overdue += 1
-                if num_overdue > may_be_overdue:
+                if num_overdue > _MAX_OVERDUE:
                     raise error.error from error
                 await self._replace(trainer, TrainerLostError(str(error)), call.waiter)
             except TrainerLostError as error:
@@ -287,14 +273,17 @@ class TrainerKeeper:
     async def _ask(
         self, call: _Call, ask: Callable[[Trainer], Awaitable[T]], trainer: Trainer
     ) -> T:
-        limited = self._waits.limited(
+        if call.limit_s is None or call.overdue is None:
+            with self._waits.waiting(call.waiter, call.what, held_by=("trainer",)):
+                return await self._counting(call.what, ask(trainer))
+        overdue = call.overdue
+        async with self._waits.limited(
             call.waiter,
             call.what,
             held_by=("trainer",),
             timeout_s=call.limit_s,
-            otherwise=lambda: OverdueError(call.overdue),
-        )
-        async with limited:
+            otherwise=lambda: OverdueError(overdue),
+        ):
             return await self._counting(call.what, ask(trainer))
 
     async def _counting(self, what: str, answer: Awaitable[T]) -> T:
@@ -318,8 +307,7 @@ class TrainerKeeper:
             self.is_replacing = True
             try:
                 # A checkpoint that became whole meanwhile would be another one to start from.
-                with self._waits.waiting(waiter, "a commit to end", held_by=("checkpoint",)):
-                    await self.saving.acquire()
+                await self._wait_for_commit(waiter)
                 try:
                     await self._replace_until_up(cause, waiter)
                 finally:
@@ -327,6 +315,20 @@ class TrainerKeeper:
             finally:
                 self.is_replacing = False
                 self._restarts.arrivals.notify()
+
+    async def _wait_for_commit(self, waiter: str) -> None:
+        limit_s = self._health.checkpoint_timeout_s
+        async with self._waits.limited(
+            waiter,
+            "a checkpoint's commit to end",
+            held_by=("checkpoint",),
+            timeout_s=limit_s,
+            otherwise=lambda: CheckpointError(
+                f"a checkpoint is being committed for more than {limit_s:g} s "
+                "(health.checkpoint_timeout_s), and the trainer is lost"
+            ),
+        ):
+            await self.saving.acquire()
 
     async def _replace_until_up(self, cause: TrainerLostError, waiter: str) -> None:
         self._check_replayable(cause)
