@@ -81,8 +81,9 @@ class Engine:
         if not self.failure:
             self._process.wait()
             self._errors.seek(0)
-            lines = self._errors.read().strip().splitlines() or [""]
-            self.failure = lines[-1][:100] or f"exit status {self._process.returncode}"
+            lines = [line for line in self._errors.read().splitlines() if "Error" in line]
+            reason = lines[-1][:100] if lines else "no answer"
+            self.failure = f"{reason} (exit status {self._process.returncode})"
             print(f"{self.name}: {self.failure}", file=sys.stderr)
         return None
 
