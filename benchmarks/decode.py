@@ -1,36 +1,29 @@
-"""Decoding speed: the embedded engine against transformers' `generate`.
+"""Prefill and decode speed: the embedded engine, transformers, vLLM.
 
 Same weights (float32), same prompts, same number of new tokens, sampling at temperature 1 without
-filters, no end token. Prefill is not timed. The two alternate within one run, since machines are
-noisy; the table shows medians.
+filters, no end token. Each engine has a process of its own, since thread settings leak; only one
+computes at a time, and they take turns within one run, since machines are noisy. The table shows
+medians, and of each round Freewheel's speed over the other's: median (least to most).
 
-    python benchmarks/decode.py --model random-tiny --threads 1
-    python benchmarks/decode.py --model path/to/folder --batches 8 32 --new-tokens 64
+    python benchmarks/decode.py --threads 2
+    python benchmarks/decode.py --models tiny --engines freewheel generate --batches 32
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from decode_engines import ENGINES, environment
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from freewheel.config.sections import Config, RolloutConfig
-from freewheel.engine.loading import load_model
-from freewheel.engine.torch_engine import TorchEngine
-from freewheel.types import GenerationRequest, SamplingParams
-from freewheel.weights import pack_weights
-
-CLOCK = time.perf_counter
+from freewheel.models import SMOLLM2, resolve_model
 
 TINY = LlamaConfig(
     vocab_size=128,
@@ -44,124 +37,141 @@ TINY = LlamaConfig(
 )
 
 
-class FirstToken(StoppingCriteria):
-    """Notes when the first token was there."""
+class Engine:
+    """An engine in its process; `failure` is why it gives no numbers, if so."""
 
-    def __init__(self):
-        self.time_s = None
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.time_s = self.time_s or CLOCK()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def time_generate(model, prompts_BT, new_tokens):
-    """Tokens/s after the first token of each row."""
-    first = FirstToken()
-    with torch.inference_mode():
-        model.generate(
-            prompts_BT,
-            attention_mask=torch.ones_like(prompts_BT),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=new_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([first]),
+    def __init__(self, name, folder, args):
+        limits = [args.prompt_tokens, args.new_tokens, max(args.batches), args.threads]
+        script = Path(__file__).with_name("decode_engines.py")
+        self.name, self.failure = name, ""
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, script, name, folder, *map(str, limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment(name, args.threads),
         )
-    return len(prompts_BT) * (new_tokens - 1) / (CLOCK() - first.time_s)
+        self._read()
+
+    def measure(self, prompts, new_tokens):
+        """Tokens/s of prefill and decode, or None if the engine has failed."""
+        if not self.failure:
+            line = json.dumps({"prompts": prompts, "new_tokens": new_tokens})
+            print(line, file=self._process.stdin, flush=True)
+        times = self._read()
+        if times is None:
+            return None
+        rows = len(prompts)
+        return (
+            rows * len(prompts[0]) / times["prefill_s"],
+            rows * (new_tokens - 1) / times["decode_s"],
+        )
+
+    def close(self):
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self):
+        line = "" if self.failure else self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        if not self.failure:
+            self._process.wait()
+            self._errors.seek(0)
+            lines = [line for line in self._errors.read().splitlines() if "Error" in line]
+            reason = lines[-1][:100] if lines else "no answer"
+            self.failure = f"{reason} (exit status {self._process.returncode})"
+            print(f"{self.name}: {self.failure}", file=sys.stderr)
+        return None
 
 
-def time_engine(engine, prompts_BT, new_tokens):
-    """Tokens/s after all rows have been prefilled."""
-    for row, prompt in enumerate(prompts_BT.numpy()):
-        engine.add(
-            GenerationRequest(
-                request_id=str(row),
-                prompt_token_ids=prompt.astype(np.int32),
-                sampling=SamplingParams(max_tokens=new_tokens, seed=row),
+def model_folder(name, scratch):
+    """A folder with weights: of the tiny random model, of SmolLM2, or the one given."""
+    if name == "smollm2":
+        return resolve_model(f"package:{SMOLLM2}")
+    if name != "tiny":
+        return Path(name)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(TINY).save_pretrained(scratch)
+    return Path(scratch)
+
+
+def spread(values, digits=2):
+    """Median (least to most)."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def compare(name, engines, vocab_size, args):
+    """The table's lines of one model."""
+    for batch in args.batches:
+        generator = np.random.default_rng(batch)
+        rounds = {engine.name: [] for engine in engines}
+        for turn in range(args.repeats + 1):
+            shape = (batch, args.prompt_tokens)
+            prompts = generator.integers(3, vocab_size, size=shape).tolist()
+            for engine in engines:
+                speeds = engine.measure(prompts, args.new_tokens if turn else 4)
+                if turn:  # the first one warms up
+                    rounds[engine.name].append(speeds)
+        ours = rounds["freewheel"]
+        for engine in engines:
+            theirs = rounds[engine.name]
+            if None in theirs:
+                continue
+            prefill, decode = zip(*theirs, strict=True)
+            ratios = [
+                spread([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)]) for i in (0, 1)
+            ]
+            if engine.name == "freewheel":
+                ratios = ["", ""]
+            load = os.getloadavg()[0]
+            print(
+                f"| {name} | {batch} | {engine.name} | {statistics.median(decode):.0f} "
+                f"| {ratios[1]} | {statistics.median(prefill):.0f} | {ratios[0]} | {load:.1f} |",
+                flush=True,
             )
-        )
-    while engine.has_prefills:
-        engine.step()
-    before, start = engine.stats().num_generated_tokens, CLOCK()
-    while engine.can_step:
-        engine.step()
-    return (engine.stats().num_generated_tokens - before) / (CLOCK() - start)
-
-
-def build(model_name, settings):
-    """The Hugging Face model and an engine with the same weights."""
-    if model_name == "random-tiny":
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(TINY)
-        with tempfile.TemporaryDirectory() as folder:
-            TINY.save_pretrained(folder)
-            loaded = load_model(settings, Path(folder))
-    else:
-        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
-        loaded = load_model(settings, Path(model_name))
-    engine = TorchEngine(settings, loaded.without_eos())
-    engine.update_weights(0, pack_weights(model.named_parameters()))
-    return model.eval(), engine
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", default="random-tiny", help="folder, or random-tiny")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--models", nargs="+", default=["tiny", "smollm2"], help="tiny, smollm2 or a folder"
+    )
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=[*ENGINES],
+        default=[*ENGINES],
+        help="freewheel is always in",
+    )
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="divide by CPU time, with one thread: steadier where other processes compute too",
-    )
     args = parser.parse_args()
-    if args.cpu_time:
-        global CLOCK
-        CLOCK = time.process_time
-    torch.set_num_threads(args.threads)
-    settings = Config(
-        rollout=RolloutConfig(
-            max_prompt_length=args.prompt_tokens,
-            max_response_length=args.new_tokens,
-            max_num_seqs=max(args.batches),
-            kv_cache_bytes=4 << 30,
-            device="cpu",
-            dtype="float32",
-        )
-    )
-    model, engine = build(args.model, settings)
+    names = list(dict.fromkeys(["freewheel", *args.engines]))
     print(
-        f"{args.model}, {args.threads} threads, {args.prompt_tokens} + {args.new_tokens} tokens, "
-        f"{args.repeats} repeats; decoded tokens/s, medians"
+        f"{args.threads} threads, {args.prompt_tokens} + {args.new_tokens} tokens, "
+        f"{args.repeats} rounds; tokens/s, medians; Freewheel's over the other's in each round\n"
     )
-    print(f"{'batch':>5} {'generate':>10} {'freewheel':>10} {'ratio':>6}   ratios")
-    for batch in args.batches:
-        generator = np.random.default_rng(batch)
-        shape = (batch, args.prompt_tokens)
-        prompts_BT = torch.from_numpy(generator.integers(3, model.config.vocab_size, size=shape))
-        pairs = []
-        time_generate(model, prompts_BT, 4)
-        time_engine(engine, prompts_BT, 4)
-        for _ in range(args.repeats):
-            theirs = time_generate(model, prompts_BT, args.new_tokens)
-            pairs.append((theirs, time_engine(engine, prompts_BT, args.new_tokens)))
-        theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
-        ratios = sorted(ours / theirs for theirs, ours in pairs)
-        print(
-            f"{batch:>5} {theirs:>10.1f} {ours:>10.1f} {statistics.median(ratios):>6.2f}   "
-            + " ".join(f"{ratio:.2f}" for ratio in ratios),
-            flush=True,
-        )
+    print("| model | batch | engine | decode | ratio | prefill | ratio | load |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for model in args.models:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = model_folder(model, scratch)
+            vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+            engines = [Engine(name, folder, args) for name in names]
+            try:
+                compare(model, engines, vocab_size, args)
+            finally:
+                for engine in engines:
+                    engine.close()
 
 
 if __name__ == "__main__":
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers, about sampling settings it is given
-        main()
+    main()

@@ -8,7 +8,7 @@ import torch
 
 from freewheel.engine.generic import GenericDecoder
 from freewheel.engine.llama import LlamaDecoder
-from freewheel.engine.loading import load_model
+from freewheel.engine.loading import WeightNames, load_model
 from freewheel.engine.torch_engine import TorchEngine
 from freewheel.errors import ConfigError, FailureClass, InvariantError, RolloutError
 from freewheel.types import SamplingParams
@@ -395,3 +395,13 @@ def test_requests_without_a_seed_differ(tmp_path):
     item = request("0", [5, 6], seed=None, max_tokens=40)
     results = run(engine, [dataclasses.replace(item, request_id=str(i)) for i in range(4)])
     assert len({tuple(result.token_ids.tolist()) for result in results.values()}) == 4
+
+
+def test_small_models_keep_to_one_thread(tmp_path):
+    loaded = load_model(config(), save(FAST[0], tmp_path))
+    assert loaded.weight_names.num_parameters < 4_000_000
+    assert loaded.num_useful_threads(8) == 1
+    large = WeightNames(shapes={"a": (9_000_000,), "b": (9_000_000,)}, parameters=({"a", "b"},))
+    assert large.num_parameters == 9_000_000
+    assert dataclasses.replace(loaded, weight_names=large).num_useful_threads(8) == 2
+    assert dataclasses.replace(loaded, weight_names=large).num_useful_threads(1) == 1

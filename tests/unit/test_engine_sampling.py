@@ -83,3 +83,24 @@ def test_uniform_numbers_depend_on_seed_and_position_and_are_uniform():
     assert ((counts - expected) ** 2 / expected).sum() < 43.8  # chi-square, 19 degrees, p = 0.001
     by_seed = grid.reshape(40, 500)
     assert abs(np.corrcoef(by_seed[:-1].ravel(), by_seed[1:].ravel())[0, 1]) < 0.03
+
+
+def test_a_block_wise_draw_equals_a_running_sum():
+    generator = torch.Generator().manual_seed(3)
+    for vocab_size in (512, 5000, 49152):
+        logits = torch.randn(64, vocab_size, generator=generator) * 3
+        logits[:, -1] = -torch.inf
+        requests = _requests(64)
+        drawn = sample(logits.clone(), requests)
+        sums = logits.double().softmax(-1).cumsum(-1)
+        draws = uniforms([r.seed for r in requests], [r.length for r in requests])
+        for row, token, draw in zip(sums, drawn.token_ids, draws, strict=True):
+            before = float(row[token - 1]) if token else 0.0
+            assert before - 1e-6 <= draw <= float(row[token]) + 1e-6
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.full((2000, 1030), -torch.inf)
+    logits[:, 700:703] = 0.0
+    tokens = sample(logits, _requests(2000)).token_ids
+    assert set(tokens) == {700, 701, 702}

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from freewheel.config.sections import Config
+from freewheel.engine.loading import load_model
 from freewheel.engine.request import FinishReason
 from freewheel.engine.torch_engine import NO_WEIGHTS, TorchEngine
 from freewheel.errors import (
@@ -221,8 +222,9 @@ class AsyncEngine:
 
     def _main(self, ready: "asyncio.Future[Any]") -> None:
         try:
-            torch.set_num_threads(self._config.rollout.num_threads)
-            engine = TorchEngine.from_folder(self._config, self._model_path)
+            model = load_model(self._config, self._model_path)
+            torch.set_num_threads(model.num_useful_threads(self._config.rollout.num_threads))
+            engine = TorchEngine(self._config, model)
         except BaseException as error:  # noqa: BLE001  # whatever it is, `start` must not hang
             self._error = _lost(error)
             self._reject(ready, error if isinstance(error, FreewheelError) else _not_up(error))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from freewheel.engine.attention import RowAttention
 from freewheel.engine.decoder import ChunkInput, DecodeInput, HFObject
 from freewheel.engine.kv import LayerShape
-from freewheel.engine.linear import Linear
+from freewheel.engine.linear import GatedLinear, Linear
 
 _CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -52,7 +52,7 @@ class _Layer:
         dtype, device = decoder.dtype, decoder.device
         self.qkv = Linear(dtype=dtype, device=device)
         self.out = Linear(dtype=dtype, device=device)
-        self.gate_up = Linear(dtype=dtype, device=device)
+        self.gate_up = GatedLinear(dtype=dtype, device=device)
         self.down = Linear(dtype=dtype, device=device)
         self.norm_in = torch.empty(decoder.hidden_size, dtype=dtype, device=device)
         self.norm_mlp = torch.empty(decoder.hidden_size, dtype=dtype, device=device)
@@ -124,8 +124,7 @@ class LlamaDecoder:
             mixed_TE = self._attend(index, qkv, decode, chunks, chunk_masks)
             x_TE = layer.out.added_to(x_TE, mixed_TE)
             h_TE = self._normed(x_TE, layer.norm_mlp)
-            gate, up = layer.gate_up(h_TE).unflatten(1, (2, -1)).unbind(1)
-            x_TE = layer.down.added_to(x_TE, F.silu(gate).mul_(up))
+            x_TE = layer.down.added_to(x_TE, layer.gate_up(h_TE))
         if chunks:
             x_TE = x_TE[self._sampled_rows(decode, chunks)]
         return self._head(self._normed(x_TE, self._norm))

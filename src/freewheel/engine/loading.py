@@ -1,5 +1,6 @@
 """From a model's folder to a decoder without weights, the checks on weights, and the end tokens."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from freewheel.engine.decoder import Decoder, HFObject
 from freewheel.engine.generic import GenericDecoder
 from freewheel.engine.llama import LlamaDecoder, is_llama_like
 from freewheel.errors import ConfigError, InvariantError
+
+_PARAMETERS_PER_THREAD = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,11 @@ class WeightNames:
             groups.setdefault(id(parameter), set()).add(name)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return cls(shapes=shapes, parameters=tuple(frozenset(group) for group in groups.values()))
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the model, tied ones counted once."""
+        return sum(math.prod(self.shapes[min(names)]) for names in self.parameters)
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse a bundle that does not fit this model.
@@ -59,6 +67,14 @@ class LoadedModel:
     weight_names: WeightNames
     eos_token_ids: frozenset[int]
     tokenizer: HFObject | None
+
+    def num_useful_threads(self, limit: int) -> int:
+        """How many of `limit` CPU threads make a step faster: at least one.
+
+        Threads meet several times in each layer, and a small layer is done before they have met:
+        a model of 0.8 million parameters took 3 ms a step with one thread, 10 with two.
+        """
+        return max(1, min(limit, self.weight_names.num_parameters // _PARAMETERS_PER_THREAD))
 
     def without_eos(self) -> "LoadedModel":
         """The same model, whose requests run to their limits: for benchmarks."""

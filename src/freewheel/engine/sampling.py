@@ -16,6 +16,9 @@ from freewheel.engine.request import Request
 from freewheel.sampling_filters import Filters
 from freewheel.types import SamplingParams
 
+_BLOCK = 256
+"""Tokens of a block whose probabilities are summed together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -77,13 +80,45 @@ def _draw(
     filters = Filters(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
     logits_NV = filters.apply_(logits_NV)
     probs_NV = torch.softmax(logits_NV, dim=-1)
-    cumulative_NV = probs_NV.cumsum(dim=-1)
-    # A draw has 24 bits, so that the product stays below the total: a token of probability 0 at
-    # the end is never drawn.
-    target_N1 = cumulative_NV[:, -1:] * draws_N.unsqueeze(1)
-    tokens_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
-    tokens_N1 = tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
+    tokens_N1 = _invert(probs_NV, draws_N.unsqueeze(1))
     return tokens_N1.squeeze(1), probs_NV.gather(1, tokens_N1).log_().squeeze(1)
+
+
+def _invert(probs_NV: torch.Tensor, draws_N1: torch.Tensor) -> torch.Tensor:
+    """Tokens (N, 1) at which the cumulative distribution passes the draws.
+
+    A running sum over a whole vocabulary cannot use the processor's vectors, sums of blocks can: so
+    first the block is found, then the token in it.
+    """
+    vocab_size = probs_NV.shape[1]
+    if vocab_size < 2 * _BLOCK:
+        return _search(probs_NV.cumsum(dim=-1), draws_N1, scaled=True)[0]
+    whole = vocab_size // _BLOCK * _BLOCK
+    sums_NB = probs_NV[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
+    if whole < vocab_size:
+        sums_NB = torch.cat([sums_NB, probs_NV[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+    blocks_N1, rests_N1 = _search(sums_NB.cumsum(dim=-1), draws_N1, scaled=True)
+    index_NC = blocks_N1 * _BLOCK + torch.arange(_BLOCK, device=probs_NV.device)
+    block_NC = probs_NV.gather(1, index_NC.clamp(max=vocab_size - 1))
+    block_NC = block_NC.masked_fill_(index_NC >= vocab_size, 0)
+    places_N1, _ = _search(block_NC.cumsum(dim=-1), rests_N1, scaled=False)
+    return (blocks_N1 * _BLOCK + places_N1).clamp_(max=vocab_size - 1)
+
+
+def _search(
+    cumulative_NC: torch.Tensor, targets_N1: torch.Tensor, *, scaled: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where running sums pass targets (shares of the total, if `scaled`), and what is left there.
+
+    A target stays below the total, so that no item of probability 0 is ever found.
+    """
+    total_N1 = cumulative_NC[:, -1:]
+    targets_N1 = targets_N1 * total_N1 if scaled else targets_N1
+    targets_N1 = torch.minimum(targets_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    found_N1 = torch.searchsorted(cumulative_NC, targets_N1, right=True)
+    found_N1 = found_N1.clamp_(max=cumulative_NC.shape[1] - 1)
+    before_N1 = cumulative_NC.gather(1, (found_N1 - 1).clamp_(min=0)).masked_fill_(found_N1 == 0, 0)
+    return found_N1, targets_N1 - before_N1
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
