@@ -83,6 +83,7 @@ class Checkpointer:
         self.num_copies = 0
         self.num_moves = 0
         self.overdue: str | None = None
+        self._part = ""
 
     async def cut(self, step: int) -> None:
         """Take the state of this moment. Called by the train loop between two steps."""
@@ -121,10 +122,9 @@ class Checkpointer:
         limit_s = self._config.health.checkpoint_timeout_s
         async with asyncio.TaskGroup() as group:
             write = group.create_task(self._write(job), name=f"checkpoint-{job.step}")
-            done, _ = await asyncio.wait({write}, timeout=limit_s)
-            if not done:
+            if not await self._is_written(write, limit_s):
                 self.overdue = (
-                    f"checkpoint of step {job.step}: not written within {limit_s:g} s "
+                    f"checkpoint of step {job.step}: {self._part} not written within {limit_s:g} s "
                     "(health.checkpoint_timeout_s); the previous one is untouched"
                 )
                 self._recorder.event(
@@ -135,6 +135,16 @@ class Checkpointer:
                 )
                 self._changed.notify()
         self.overdue = None
+
+    async def _is_written(self, write: asyncio.Task[None], limit_s: float) -> bool:
+        """Whether it ends within its limit; after a replacement of the trainer it has it anew."""
+        while True:
+            before = self._trainer.num_replaced
+            done, _ = await asyncio.wait({write}, timeout=limit_s)
+            if done:
+                return True
+            if self._trainer.num_replaced == before and not self._trainer.is_replacing:
+                return False
 
     def _unless_overdue(self, ready: bool) -> bool | None:
         """True if it is ready, None if not yet.
@@ -169,7 +179,7 @@ class Checkpointer:
 
     async def _write_state(self, job: _Job, folder: Path) -> CutState:
         """The trainer's part; groups whose trajectories are lost run again after a resume."""
-        state = job.state
+        state, self._part = job.state, "state"
         while True:
             try:
                 await self._trainer.write_state(job.step, folder, state.trajectories, state.held)
@@ -181,6 +191,7 @@ class Checkpointer:
 
     async def _on_disk(self, job: _Job, what: str, write: Awaitable[T]) -> T:
         """Something that this process writes."""
+        self._part = what
         with self._waits.waiting("checkpoint", f"{what} of step {job.step}", held_by=("disk",)):
             result = await write
         self.num_moves += 1

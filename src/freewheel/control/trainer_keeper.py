@@ -74,6 +74,7 @@ class TrainerKeeper:
         saving: held while a checkpoint becomes whole, and while a trainer is replaced.
         num_moves: calls to trainers that were answered.
         is_replacing: whether a replacement is under way.
+        num_replaced: replacements that are over.
 
     Args:
         make: makes a trainer that is yet to be started.
@@ -97,6 +98,7 @@ class TrainerKeeper:
     ) -> None:
         self.num_moves = 0
         self.is_replacing = False
+        self.num_replaced = 0
         self._make = make
         self._health = health
         self._restarts = restarts
@@ -314,6 +316,7 @@ class TrainerKeeper:
                     self.saving.release()
             finally:
                 self.is_replacing = False
+                self.num_replaced += 1
                 self._restarts.arrivals.notify()
 
     async def _wait_for_commit(self, waiter: str) -> None:
