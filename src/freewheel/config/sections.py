@@ -371,8 +371,8 @@ class HealthConfig:
     sync_timeout_s: Seconds = 600.0
     """One publication, and one replica's weight update."""
     checkpoint_timeout_s: Seconds = 1800.0
-    """Writing one checkpoint. Past it the run says so and trains on; it ends when the next checkpoint
-    is due, or its end has come, and the write is still not done."""
+    """Writing one checkpoint. Past it the run says so and trains on; it ends when the next one is
+    due, or its end has come, and the write is still not done."""
     prepare_timeout_s: Seconds = 120.0
     """Rendering and tokenizing one chunk of prompts."""
     watchdog: Literal["end", "report", "recover", "off"] = "end"
