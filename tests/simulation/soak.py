@@ -179,7 +179,7 @@ def tasks_by_name():
 
 PASSING = (
     *("group-N", "validation-N-prompt-N", "check-replica-N"),
-    *("watch-replica-N", "watch-rollout-worker-N", "watch-trainer-N"),
+    *("watch-replica-N", "watch-rollout-worker-N", "watch-trainer-N", "checkpoint-N"),
     *("Task-N", "rollout N-N", "rollout valN-N-N"),
 )
 """Tasks that come and go: of groups, of trials, of checks, of each process; the fakes' own."""

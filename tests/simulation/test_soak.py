@@ -81,4 +81,5 @@ def test_no_task_and_no_thread_is_left_behind(soak):
     # One a process; the watch of one that was replaced ends a moment later.
     assert passing["watch-replica-N"] <= 2 * 2
     assert max(passing["watch-rollout-worker-N"], passing["watch-trainer-N"]) <= 2
+    assert passing["checkpoint-N"] <= 1
     assert sum(soak["tasks_left"].values()) == 1
