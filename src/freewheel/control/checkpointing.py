@@ -94,12 +94,9 @@ class Checkpointer:
                 )
         self._unless_overdue(ready=True)
         state = self._collect()
+        # Counted when it is there: the train loop alone takes copies, one after the other.
+        await self._trainer.copy_state(step)
         self.num_copies += 1
-        try:
-            await self._trainer.copy_state(step)
-        except BaseException:
-            self.num_copies -= 1
-            raise
         taken_s = asyncio.get_running_loop().time()
         self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
         self._recorder.event("checkpoint_cut", step=step)
@@ -190,9 +187,14 @@ class Checkpointer:
                 return state
 
     async def _on_disk(self, job: _Job, what: str, write: Awaitable[T]) -> T:
-        """Something that this process writes."""
+        """Something that this process writes; `_write_watched` looks after the limit."""
         self._part = what
-        with self._waits.waiting("checkpoint", f"{what} of step {job.step}", held_by=("disk",)):
+        with self._waits.waiting(
+            "checkpoint",
+            f"{what} of step {job.step}",
+            held_by=("disk",),
+            timeout_s=self._config.health.checkpoint_timeout_s,
+        ):
             result = await write
         self.num_moves += 1
         return result

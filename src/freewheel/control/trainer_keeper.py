@@ -51,11 +51,14 @@ class OverdueError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call, as the wait table and messages name it."""
+    """One call, as the wait table and messages name it.
+
+    `overdue` is raised at the limit; without it the caller looks after the limit.
+    """
 
     waiter: str
     what: str
-    limit_s: float | None = None
+    limit_s: float
     overdue: FreewheelError | None = None
 
 
@@ -182,14 +185,9 @@ class TrainerKeeper:
     ) -> None:
         """Write the copy of a step, however long it takes: its caller tells when it is overdue."""
         self._carried[step] = {weights.version for weights in held}
-        call = _Call(waiter="checkpoint", what=f"write of step {step}")
-        try:
-            await self._answer(call, lambda t: t.write_state(step, folder, trajectories, held))
-        except TrajectoriesLostError:
-            raise  # the copy is kept: it is written without them
-        except BaseException:
-            self._copies.discard(step)
-            raise
+        limit_s = self._health.checkpoint_timeout_s
+        call = _Call(waiter="checkpoint", what=f"write of step {step}", limit_s=limit_s)
+        await self._answer(call, lambda t: t.write_state(step, folder, trajectories, held))
         self._copies.discard(step)
 
     def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
@@ -275,18 +273,19 @@ class TrainerKeeper:
     async def _ask(
         self, call: _Call, ask: Callable[[Trainer], Awaitable[T]], trainer: Trainer
     ) -> T:
-        if call.limit_s is None or call.overdue is None:
-            with self._waits.waiting(call.waiter, call.what, held_by=("trainer",)):
-                return await self._counting(call.what, ask(trainer))
-        overdue = call.overdue
+        waiter, what, limit_s, overdue = call.waiter, call.what, call.limit_s, call.overdue
+        held_by = ("trainer",)
+        if overdue is None:
+            with self._waits.waiting(waiter, what, held_by=held_by, timeout_s=limit_s):
+                return await self._counting(what, ask(trainer))
         async with self._waits.limited(
-            call.waiter,
-            call.what,
-            held_by=("trainer",),
-            timeout_s=call.limit_s,
+            waiter,
+            what,
+            held_by=held_by,
+            timeout_s=limit_s,
             otherwise=lambda: OverdueError(overdue),
         ):
-            return await self._counting(call.what, ask(trainer))
+            return await self._counting(what, ask(trainer))
 
     async def _counting(self, what: str, answer: Awaitable[T]) -> T:
         """Await an answer, and count the trainers that are lost over it in a row."""
