@@ -123,7 +123,7 @@ class BatchingGenerator:
             results = await self._generator.generate(requests, timeout_s=timeout_s)
         except ReplicaLostError:
             raise
-        except BaseException:
+        except BaseException:  # cancelled, too: what nobody waits for must not run on
             await self._abort(request_ids)
             raise
         finally:

@@ -97,7 +97,7 @@ class RemoteProcess:
         try:
             self._handle = await asyncio.wrap_future(self._launched)
             self.pid, self.node = await self._identity()
-        except BaseException:
+        except BaseException:  # cancelled, too: a process that nobody waits for must not stay
             self.kill()
             raise
         self.waiting_for = ""

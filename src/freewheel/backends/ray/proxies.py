@@ -168,7 +168,7 @@ class RayTrainer:
             infos = await _together(
                 rank.start(checkpoint, len(self.ranks), meeting) for rank in self.ranks
             )
-        except BaseException:
+        except BaseException:  # cancelled, too: the other ranks must not stay
             self.kill()
             raise
         return infos[0]
