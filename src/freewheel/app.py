@@ -30,10 +30,9 @@ from freewheel.errors import (
     RecordError,
     StalledError,
     StartupError,
-    TrainerStateLostError,
-    WeightsLostError,
 )
 from freewheel.hang_report import HangReporter
+from freewheel.lives import run_lives
 from freewheel.loggers import make_sinks
 from freewheel.loop_watch import Block, LoopWatch
 from freewheel.models import resolve_model
@@ -86,36 +85,18 @@ def run_training(
     try:
         model = resolve_model(config.model.path)
         point = take_up(folder, config, model, from_step) if resume else None
-        end = _train(config, folder, model, point, schedule_steps)
+        # Not into the run's folder: a resumed run may have more epochs.
+        scheduled = _with_optim(config, total_training_steps=schedule_steps)
+        end = run_lives(
+            lambda point: _run(scheduled, folder, model=model, resume=point),
+            point,
+            newest=lambda: _newest_checkpoint(folder),
+            take_up=lambda: take_up(folder, config, model, None),
+            write_summary=folder.write_summary,
+        )
         return _report_end(end, folder)
     finally:
         folder.close()
-
-
-def _train(
-    config: Config,
-    folder: RunFolder,
-    model: Path,
-    point: ResumePoint | None,
-    schedule_steps: int | None,
-) -> RunEnd:
-    """Train to an end. What takes down more than can be replaced costs the way from a checkpoint.
-
-    The run then goes on from its newest checkpoint by itself, as a resume would; twice from the
-    same one it does not.
-    """
-    # Not into the run's folder: a resumed run may have more epochs.
-    scheduled = _with_optim(config, total_training_steps=schedule_steps)
-    while True:
-        end = _run(scheduled, folder, model=model, resume=point)
-        state_lost = isinstance(end.error, TrainerStateLostError | WeightsLostError)
-        if not state_lost or end.stop_signal is not None:
-            return end
-        newest, _ = find_checkpoint(folder.checkpoints_path)
-        if newest is None or (point is not None and point.folder == newest.folder):
-            return end
-        sys.stderr.write(f"{end.cause}\nthe run goes on from {newest.folder}\n")
-        point = take_up(folder, config, model, None)
 
 
 def run_validation(config: Config, target: str, out_dir: Path) -> int:
@@ -146,6 +127,11 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         return _report_end(end, folder)
     finally:
         folder.close()
+
+
+def _newest_checkpoint(folder: RunFolder) -> Path | None:
+    checkpoint, _ = find_checkpoint(folder.checkpoints_path)
+    return checkpoint and checkpoint.folder
 
 
 def _with_optim(config: Config, **changes: Any) -> Config:

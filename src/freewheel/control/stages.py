@@ -56,7 +56,7 @@ def make_stages(
         return trainer.num_moves, restarts.count
 
     def writes() -> object:
-        return checkpointer.num_moves, len(checkpointer.saved_steps), trainers()
+        return checkpointer.num_moves, trainers()
 
     def everything() -> object:
         return (
@@ -65,7 +65,6 @@ def make_stages(
             validation(),
             ledger.num_moves,
             train.state.step,
-            trainer.num_moves,
             train.is_training,
             writes(),
             checkpointer.num_copies,
