@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from freewheel.checkpoint import read_checkpoint
+from tests.audit import audit
 from tests.e2e.hangs.common import LATE_S, USER_CODE, quick, workers
 from tests.e2e.runs import start
 
@@ -30,6 +31,24 @@ def test_a_trainer_that_stops_or_dies_is_replaced_and_catches_up(tmp_path, numbe
     assert finished.summary["steps"] == 60
     assert finished.summary["samples"]["trained"] == 60 * 4 * 4
     assert [row["step"] for row in finished.rows("metrics")] == list(range(1, 61))
+
+
+def test_a_trainer_that_cannot_be_brought_back_costs_the_way_from_the_checkpoint(tmp_path):
+    changes = quick(trainer={"total_training_steps": 40, "save_freq": 10})
+    changes["health"] |= {"trainer_replay_bytes": 1}
+    live = start(tmp_path, changes)
+    live.wait_for_event("checkpoint_saved")
+    live.wait_for_event("weights_published", count=15)
+    workers(live, "Trainer")[0].kill()
+    finished = live.finish()
+    assert finished.code == 0, finished.err
+    assert live.left_over() == []
+    assert "health.trainer_replay_bytes=1" in finished.err
+    assert len(finished.events("run_started")) == 2
+    assert finished.summary["steps"] == 40
+    assert finished.summary["samples"]["trained"] == 40 * 4 * 4
+    assert [row["step"] for row in finished.rows("metrics")] == list(range(1, 41))
+    assert audit(finished.folder) == []
 
 
 def test_an_unwritable_checkpoint_folder_ends_the_run_by_name(tmp_path):
