@@ -1,5 +1,6 @@
 """Random scenarios over all modes, and the promises that every run must keep."""
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -236,3 +237,26 @@ def check_checkpoints(config: Config, run: SimRun) -> None:
     steps = run.end.summary["steps"]
     due = {steps, *range(config.trainer.save_freq, steps + 1, config.trainer.save_freq)}
     assert set(run.end.summary["checkpoints"]) == due
+
+
+def trials_that_hang(prompt_index: int) -> Callable[[Controller, FakeBackend], None]:
+    """For `act`: the trials of one held-out prompt never return from their environment."""
+
+    def injure(_controller: Controller, backend: FakeBackend) -> None:
+        make = backend.rollout_worker
+
+        def worker(worker_id: int) -> Any:
+            fake: Any = make(worker_id)
+            run_environment = fake._run_environment
+
+            async def run(request: Any, replica: Any, rng: random.Random) -> Any:
+                if request.purpose == "validation" and request.prompt_index == prompt_index:
+                    await asyncio.Event().wait()
+                return await run_environment(request, replica, rng)
+
+            fake._run_environment = run
+            return fake
+
+        backend.rollout_worker = worker
+
+    return injure

@@ -13,7 +13,12 @@ from freewheel.errors import (
 )
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import Faults, SimSettings
-from tests.simulation.scenarios import VALIDATION_MODES, check_samples, small_config
+from tests.simulation.scenarios import (
+    VALIDATION_MODES,
+    check_samples,
+    small_config,
+    trials_that_hang,
+)
 
 SETTINGS = SimSettings(seed=5)
 
@@ -216,29 +221,6 @@ def test_data_without_a_usable_prompt_ends_the_run():
     ends_with(simulate(small_config(), settings), 9, "none of the 64 prompts can be used")
 
 
-def hang_validation(number):
-    """One trial of every validation never returns: its worker call hangs."""
-
-    def injure(controller, backend):
-        make = backend.rollout_worker
-
-        def worker(worker_id):
-            fake = make(worker_id)
-            run_environment = fake._run_environment
-
-            async def run(request, replica, rng):
-                if request.purpose == "validation" and request.prompt_index == number:
-                    await asyncio.Event().wait()
-                return await run_environment(request, replica, rng)
-
-            fake._run_environment = run
-            return fake
-
-        backend.rollout_worker = worker
-
-    return injure
-
-
 @pytest.mark.parametrize("validation_mode", VALIDATION_MODES)
 @pytest.mark.parametrize("limit", ["trial", "validation"])
 def test_a_trial_that_never_returns_costs_only_itself(validation_mode, limit):
@@ -246,7 +228,7 @@ def test_a_trial_that_never_returns_costs_only_itself(validation_mode, limit):
     config = small_config("async_partial", validation_mode, total_training_steps=12, test_freq=6)
     timeouts = {"trial_timeout_s": 25.0} if limit == "trial" else {"timeout_s": 25.0}
     config = replace(config, validation=replace(config.validation, n=1, **timeouts))
-    run = simulate(config, SETTINGS, act=hang_validation(3))
+    run = simulate(config, SETTINGS, act=trials_that_hang(3))
     healthy = simulate(config, SETTINGS)
     assert run.end.exit_code == 0
     assert run.end.summary["checkpoints"] == [3, 6, 9, 12]
@@ -269,7 +251,7 @@ def test_a_validation_due_while_one_runs_is_queued_or_skipped_with_its_reason(ma
         config,
         validation=replace(config.validation, n=1, max_queued=max_queued, trial_timeout_s=25.0),
     )
-    run = simulate(config, SETTINGS, act=hang_validation(0))
+    run = simulate(config, SETTINGS, act=trials_that_hang(0))
     rows = sorted(run.recorder.rows("validations"), key=lambda row: row["step"])
     assert [row["step"] for row in rows] == list(range(7))
     skipped = [row for row in rows if row["status"] == "skipped"]

@@ -1,6 +1,5 @@
 """A validation that ran when its run was killed goes on: same version, the missing trials."""
 
-import asyncio
 import json
 import random
 from collections import Counter
@@ -20,6 +19,7 @@ from tests.simulation.scenarios import (
     random_config,
     random_settings,
     small_config,
+    trials_that_hang,
 )
 
 SETTINGS = replace(
@@ -221,39 +221,16 @@ def test_a_trainer_that_is_lost_after_the_resume_leaves_the_validation_alone(mod
     check_staleness(config, run)
 
 
-def never_return(prompt_index):
-    """Trials of one prompt hang in the environment."""
-
-    def injure(controller, backend):
-        make = backend.rollout_worker
-
-        def worker(worker_id):
-            fake = make(worker_id)
-            run_environment = fake._run_environment
-
-            async def run(request, replica, rng):
-                if request.purpose == "validation" and request.prompt_index == prompt_index:
-                    await asyncio.Event().wait()
-                return await run_environment(request, replica, rng)
-
-            fake._run_environment = run
-            return fake
-
-        backend.rollout_worker = worker
-
-    return injure
-
-
 def test_the_deadline_of_a_resumed_validation_is_the_one_that_it_had():
     config = small_config("async_partial", "dedicated", save_freq=2, test_freq=100)
     validation = replace(config.validation, timeout_s=40.0, trial_timeout_s=35.0)
     config = replace(config, validation=validation)
     settings = replace(SETTINGS, num_val_prompts=8, startup_s=20.0)
-    run = simulate(config, settings, act=never_return(3), kill_at_s=50.0)
+    run = simulate(config, settings, act=trials_that_hang(3), kill_at_s=50.0)
     progress = kept(run)["validations"][0]["progress"]
     assert 5.0 < progress["elapsed_s"] < 40.0
     num_events = len(run.recorder.rows("events"))
-    run = simulate(config, settings, act=never_return(3), run=run)
+    run = simulate(config, settings, act=trials_that_hang(3), run=run)
     second_life = run.recorder.rows("events")[num_events:]
     first_at = {"weights_activated": None, "validation_timeout": None}
     for row in reversed(second_life):

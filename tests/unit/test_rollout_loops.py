@@ -13,7 +13,6 @@ from tests.unit.rollout_fakes import (
     group_request,
     open_bench,
     until,
-    write_tokenizer,
 )
 
 ROWS = [{"prompt": "2+2", "ground_truth": "4"}]
@@ -21,20 +20,7 @@ BLOCKED_S, END_S = 0.3, 1.2
 SLACK_S = 2.0
 """For a busy machine."""
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(autouse=True)
-def _release():
-    user.RELEASE.clear()
-    user.SEEN.clear()
-    yield
-    user.RELEASE.set()
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60), pytest.mark.usefixtures("user_code")]
 
 
 @pytest.fixture

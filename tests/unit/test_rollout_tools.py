@@ -8,24 +8,11 @@ import pytest
 
 from freewheel.errors import FailureClass
 from tests.unit import rollout_usercode as user
-from tests.unit.rollout_fakes import failures, group_request, open_bench, until, write_tokenizer
+from tests.unit.rollout_fakes import failures, group_request, open_bench, until
 
 LIMIT_S = 0.4
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(autouse=True)
-def _release():
-    user.RELEASE.clear()
-    user.SEEN.clear()
-    yield
-    user.RELEASE.set()
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60), pytest.mark.usefixtures("user_code")]
 
 
 @pytest.fixture
