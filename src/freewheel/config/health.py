@@ -43,8 +43,9 @@ class HealthConfig:
     loop_blocked_end_s: Seconds = 60.0
     """An event loop has not turned for so long. The control plane's: the run is ended from outside.
     One of user code in a rollout worker: the rollout that blocks it fails with class `timeout`, the
-    others on it run again elsewhere, and the worker is replaced when its groups are done. The
-    rollout worker's own, or the worker does not answer at all: it is replaced at once."""
+    others on it run again elsewhere, and the worker is replaced when its groups are done, or after
+    as long again. The rollout worker's own, or the worker does not answer at all: it is replaced at
+    once."""
     grace_s: Seconds = 15.0
     """How long past a deadline a process has to say so itself before it is taken for lost."""
     shutdown_timeout_s: Seconds = 30.0
@@ -59,7 +60,8 @@ class HealthConfig:
     workers than that over its life, but not one after the other."""
     trainer_replay_bytes: Count = 1 << 32
     """Trajectories kept since the newest checkpoint, to bring a lost trainer back to where it was
-    (20 bytes a token). When a save interval trains on more, a lost trainer ends the run."""
+    (20 bytes a token). When a save interval trains on more, the run goes back to its newest
+    checkpoint instead."""
     max_logprob_difference: Positive | None = None
     """Engine and trainer are compared on the tokens that were sampled under the trainer's own
     weights; when their logprobs differ by more than this on average, the run ends. In float32 they
