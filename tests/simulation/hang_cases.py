@@ -161,7 +161,7 @@ def _trainer_ends(failure: Failure) -> dict[int, str]:
     return {
         3: "^StartupError: the trainer did not come up within 12 s",
         # It froze while a checkpoint was written: that has a limit of its own.
-        7: r"^CheckpointError: checkpoint of step \d: not written within 10 s",
+        7: r"^CheckpointError: checkpoint of step \d: state not written within 10 s",
     }
 
 
