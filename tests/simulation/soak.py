@@ -27,6 +27,7 @@ from freewheel.simulation.fakes import FakeBackend, FakeDisk
 from freewheel.simulation.records import FILES, MemoryCheckpoints
 from freewheel.simulation.settings import Faults, SimSettings
 from freewheel.simulation.virtual_time import run_virtual
+from freewheel.types import Purpose
 from tests.simulation.scenarios import small_config
 
 WARM_UP_STEPS = 500
@@ -152,7 +153,7 @@ def sizes(controller):
         ),
         "weights": (len(controller.roles.store._weights), 2 + queued),
         "holds on weights": (len(controller.roles.store._holds), 3 + queued),
-        "leases": (sum(len(s.leases) for s in controller.roles.pool.slots.values()), capacity),
+        **{f"leases: {p}": (controller.roles.pool.num_leases(p), capacity) for p in Purpose},
         "journal": (len(keeper._journal), steps_since_saved),
         "copies": (len(keeper._copies), 2),
         "restored versions": (len(keeper._carried), 3),

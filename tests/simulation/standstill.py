@@ -69,7 +69,6 @@ def make_rules(  # noqa: C901 - one short function a rule
     """The documented limits, each plus the grace for what is found by its absence."""
     config, health = controller.config, controller.config.health
     pool, train, workers = controller.roles.pool, controller.roles.train, controller.roles.workers
-    longest_response_s = config.rollout.max_response_length / backend.world.settings.tokens_per_s
 
     def leases(purpose: Purpose) -> list[tuple[object, object]]:
         # While no rollout worker is up a lease waits for its start, which has a limit of its own.
@@ -127,7 +126,7 @@ def make_rules(  # noqa: C901 - one short function a rule
         ),
         ("rollout lease", rollout_s, lambda: leases(Purpose.TRAINING)),
         ("validation lease", trial_s, lambda: leases(Purpose.VALIDATION)),
-        ("engine", health.replica_stall_s * 1.5 + longest_response_s, engines_at_work),
+        ("engine", health.replica_stall_s * 1.5, engines_at_work),
         (
             "training step",
             health.train_step_timeout_s,

@@ -286,17 +286,25 @@ def with_slots(config, num_slots, *, replicas=2):
     )
 
 
-@pytest.mark.parametrize(("replicas", "num_slots"), [(1, 1), (2, 4)])
-def test_the_wait_for_replicas_that_a_validation_has_is_booked_on_it(replicas, num_slots):
-    config = small_config("async_partial", "parallel", test_freq=100, val_at_end=False)
-    config = with_slots(config, num_slots, replicas=replicas)
+def waits_beside_a_validation(config):
+    """What the trainer of a run waits for, with its first validation and without it."""
     settings = replace(SETTINGS, num_val_prompts=40, train_step_s=1.0)
-    waits_s = simulate(config, settings).end.summary["trainer_wait_s"]
     unhurried = replace(config, trainer=replace(config.trainer, val_before_train=False))
-    without_s = simulate(unhurried, settings).end.summary["trainer_wait_s"]
+    runs = [simulate(each, settings) for each in (config, unhurried)]
+    with_it_s, without_s = (run.end.summary["trainer_wait_s"] for run in runs)
     assert without_s["validation"] == 0
-    assert waits_s["validation"] > 1.0
-    assert waits_s["samples"] < without_s["samples"] * 1.2
+    assert with_it_s["samples"] < without_s["samples"] * 1.2
+    return with_it_s
+
+
+def test_the_wait_for_the_only_replica_that_a_validation_has_is_booked_on_it():
+    config = small_config("async_partial", "parallel", test_freq=100, val_at_end=False)
+    assert waits_beside_a_validation(with_slots(config, 1, replicas=1))["validation"] > 1.0
+
+
+def test_the_trainer_does_not_wait_while_another_replica_has_the_rollouts_of_a_pinned_one():
+    config = small_config("async_partial", "parallel", test_freq=100, val_at_end=False)
+    assert waits_beside_a_validation(with_slots(config, 4))["validation"] == 0
 
 
 def test_the_same_error_in_two_loops_reports_the_first():

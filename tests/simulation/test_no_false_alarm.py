@@ -79,7 +79,7 @@ def tightest(rng, config, settings):
             sync_timeout_s=most * max(settings.update_s, settings.publish_s),
             checkpoint_timeout_s=most * max(settings.write_s, settings.copy_s),
             prepare_timeout_s=1.0,
-            replica_stall_s=LONGEST_ROLLOUT_S + 0.1,
+            replica_stall_s=1.0,  # 20 tokens
             grace_s=0.5,
             max_restarts=10_000,
             max_failed_groups_in_a_row=10_000,

@@ -147,8 +147,8 @@ def test_a_validation_has_first_call_on_a_pinned_replica_while_another_is_free()
     publish(pool, 0, load=[0, 1])
     pin = Pin(name="validation", version=0, num_pending=1)
     pool.pin(pin, [0])
-    assert pool.try_lease_training("g", min_version=0).replica_id == 1
-    assert pool.try_lease_training("g", min_version=0).replica_id == 1
+    leases = [pool.try_lease_training("g", min_version=0) for _ in range(3)]
+    assert [lease.replica_id for lease in leases] == [1, 1, 1]
     pin.num_pending = 0
     assert pool.try_lease_training("g", min_version=0).replica_id == 0
 
@@ -231,15 +231,32 @@ def test_pins_keep_back_the_only_slot_of_the_only_replica():
     assert not pool.pins_keep_back(0), "rollouts have it, no validation"
 
 
-def test_pins_keep_back_nothing_while_another_replica_has_room():
+def test_the_other_replicas_take_over_the_rollouts_of_a_pinned_one():
+    pool, pin = pinned_pool(num_shared=3, capacity=2)
+    leases = [pool.try_lease_training("g", min_version=0) for _ in range(6)]
+    assert [lease.replica_id for lease in leases] == [1, 2, 1, 2, 1, 2]
+    assert pool.try_lease_training("h", min_version=0) is None
+    assert not pool.pins_keep_back(0), "as many run as if none were pinned"
+    pool.unpin(pin, 0)
+    assert pool.try_lease_training("h", min_version=0) is None
+    pool.release(leases[0])
+    assert pool.try_lease_training("h", min_version=0).replica_id == 0
+
+
+def test_nobody_takes_over_the_rollouts_of_a_dead_replica():
+    pool = make_pool(num_shared=2, capacity=2)
+    publish(pool, 0, load=[0, 1])
+    pool.down(0, pool.slots[0].incarnation)
+    leases = [pool.try_lease_training("g", min_version=0) for _ in range(3)]
+    assert [lease and lease.replica_id for lease in leases] == [1, 1, None]
+
+
+def test_pins_keep_back_rollouts_while_the_other_replica_is_down():
     pool, _ = pinned_pool(num_shared=2, capacity=2)
+    pool.down(1, pool.slots[1].incarnation)
     assert not pool.pins_keep_back(0)
-    pool.try_lease_training("g", min_version=0)
-    assert not pool.pins_keep_back(0)
-    assert pool.try_lease_training("h", min_version=0).replica_id == 1
-    assert not pool.pins_keep_back(0), "the other one is full, the pinned one lends half of itself"
-    assert pool.try_lease_training("i", min_version=0).replica_id == 0
-    assert pool.try_lease_training("j", min_version=0) is None
+    assert pool.try_lease_training("g", min_version=0).replica_id == 0, "it lends half of itself"
+    assert pool.try_lease_training("h", min_version=0) is None
     assert pool.pins_keep_back(0), "the pinned one would have room"
 
 
@@ -254,8 +271,12 @@ def test_pins_keep_back_the_newer_version_once_it_could_be_there():
     assert not pool.pins_keep_back(1), "the other one loads it, and so would this one"
     pool.end_update(1, 1)
     assert not pool.pins_keep_back(1)
-    pool.try_lease_training("g", min_version=1)
-    assert pool.pins_keep_back(1)
+    leases = [pool.try_lease_training("g", min_version=1) for _ in range(2)]
+    assert [lease.replica_id for lease in leases] == [1, 1]
+    assert not pool.pins_keep_back(1), "as many run as if none were pinned"
+    pool.release(leases[0])
+    pool.down(1, pool.slots[1].incarnation)
+    assert pool.pins_keep_back(1), "this one would have loaded it by now"
 
 
 def test_without_partial_rollout_a_pin_is_not_blamed_for_the_drain_of_the_others():
@@ -376,8 +397,10 @@ class Driver:
                 if slot.num_leases(Purpose.VALIDATION):
                     assert slot.version == self.pin.version
         for slot in self.pool.slots.values():
-            assert len(slot.leases) <= 3
+            assert len(slot.leases) <= 6
+            assert slot.num_leases(Purpose.VALIDATION) <= 3
             assert slot.role is Role.SHARED or not slot.num_leases(Purpose.TRAINING)
+        assert self.pool.num_leases(Purpose.TRAINING) <= 6
 
 
 @pytest.mark.parametrize("partial_rollout", [False, True])

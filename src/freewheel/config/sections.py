@@ -272,7 +272,8 @@ class AsyncTrainingConfig:
     parallel_validate_and_rollout: bool = True
     """Validate beside the rollouts. False: `exclusive` validation."""
     concurrent_samples_per_replica: Count = 16
-    """Groups in flight on one replica at once."""
+    """Groups in flight on one replica at once. While a validation has some of the replicas, the
+    others take over the groups of those."""
     max_staleness: CountOrZero | None = None
     """Most versions between a group's oldest token and its training; the trainer waits for a group
     that would exceed it. Unset: `staleness_threshold`, rounded up."""

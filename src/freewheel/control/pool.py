@@ -12,6 +12,7 @@ then, and nothing starts on it while it does.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import ceil
 
 from freewheel.control.waits import Signal
 from freewheel.errors import InvariantError
@@ -58,13 +59,17 @@ class Lease:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Slot:
-    """One replica as the pool sees it. `replica` is None while there is no process that serves."""
+    """One replica as the pool sees it. `replica` is None while there is no process that serves.
+
+    `has_served`: one of its processes has had weights.
+    """
 
     replica_id: int
     role: Role
     replica: Replica | None = None
     incarnation: int = 0
     version: int = NO_VERSION
+    has_served: bool = False
     updating_to: int | None = None
     pin: Pin | None = None
     leases: list[Lease] = field(default_factory=list[Lease])
@@ -162,6 +167,7 @@ class Pool:
         """The replica holds the version now."""
         slot = self.slots[replica_id]
         slot.version = version
+        slot.has_served = True
         slot.updating_to = None
         self.changed.notify()
 
@@ -194,16 +200,31 @@ class Pool:
         Then it has up to half of the slots: a moment in which the others load what this one holds
         already need not hold up rollouts.
         """
+        if self._is_full():
+            return []
         able = [
             slot
             for slot in self.slots.values()
             if slot.role is Role.SHARED
             and slot.version >= max(min_version, 0)
-            and len(slot.leases) < self._capacity
+            and len(slot.leases) < self._training_capacity(slot)
             and not self._changes_version(slot)
         ]
         free = [slot for slot in able if not self._is_wanted_by_validation(slot)]
         return free or [slot for slot in able if self._may_be_lent(slot)]
+
+    def _is_full(self) -> bool:
+        """True if as many rollouts run as all shared replicas have slots."""
+        total = self._capacity * len(self.ids(Role.SHARED))
+        return self.num_leases(Purpose.TRAINING) >= total
+
+    def _training_capacity(self, slot: Slot) -> int:
+        """Slots of a replica; those of pinned ones are shared out among the others."""
+        if slot.pin is not None:
+            return self._capacity
+        shared = [s for s in self.slots.values() if s.role is Role.SHARED]
+        num_free = sum(s.pin is None for s in shared)
+        return ceil(self._capacity * len(shared) / num_free)
 
     def _may_be_lent(self, slot: Slot) -> bool:
         """True if a rollout may have a slot that a validation would take sooner or later."""
@@ -283,7 +304,7 @@ class Pool:
         it may last longer than a validation.
         """
         free = [s for s in self.slots.values() if s.role is Role.SHARED and s.pin is None]
-        return bool(free) and all(s.version == NO_VERSION and s.incarnation <= 1 for s in free)
+        return bool(free) and not any(s.has_served for s in free)
 
     def _has_free_shared(self) -> bool:
         return any(s.role is Role.SHARED and s.pin is None for s in self.slots.values())
@@ -368,7 +389,7 @@ class Pool:
 
     def pins_keep_back(self, min_version: int) -> bool:
         """True if no rollout can have a replica, but one could if none were pinned."""
-        if self._free_for_training(min_version):
+        if self._is_full() or self._free_for_training(min_version):
             return False
         shared = [s for s in self.slots.values() if s.role is Role.SHARED and s.replica is not None]
         others_are_up_to_date = all(s.version == self.latest for s in shared if s.pin is None)

@@ -2,8 +2,10 @@
 
 One loop asks all replicas for their counters. A replica that has work and whose counters stand
 still, or that does not answer, for `health.replica_stall_s` is reported lost: its loop kills and
-replaces it, and its rollouts run again elsewhere. While it loads weights it need not sample: that
-has a limit of its own, `health.sync_timeout_s`.
+replaces it, and its rollouts run again elsewhere. Only time with work counts, and only a token
+ends the count: neither a moment without work nor new weights does, so that one that is asked again
+and again, or loads every version and samples nothing, is found as well. While it loads weights it
+need not sample: that has a limit of its own, `health.sync_timeout_s`.
 """
 
 import asyncio
@@ -16,17 +18,22 @@ from freewheel.errors import LostError
 from freewheel.protocols import Recorder, Replica
 from freewheel.types import ReplicaStats
 
-_CHECKS_PER_LIMIT = 4
+_CHECKS_PER_LIMIT = 8
 
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """What a replica's counters were when they last moved or it had no work, and when that was."""
+    """What the last look at a replica told.
+
+    `stood_still_s`: so long it had work and produced nothing, since it produced something. -1
+    `tokens`: it has not answered yet.
+    """
 
     incarnation: int
-    tokens: int
-    had_work: bool
-    moved_s: float
+    tokens: int = -1
+    should_move: bool = False
+    looked_s: float = 0.0
+    stood_still_s: float = 0.0
 
 
 class ReplicaHealth:
@@ -51,8 +58,8 @@ class ReplicaHealth:
         """
         interval_s = self._limit_s / _CHECKS_PER_LIMIT
         while True:
-            await asyncio.sleep(interval_s)
             async with asyncio.TaskGroup() as checks:
+                checks.create_task(asyncio.sleep(interval_s), name="next-check-of-replicas")
                 for slot in self._pool.slots.values():
                     if slot.replica is not None:
                         checks.create_task(
@@ -60,33 +67,34 @@ class ReplicaHealth:
                             name=f"check-replica-{slot.replica_id}",
                         )
 
-    async def _check(self, slot: Slot, replica: Replica, interval_s: float) -> None:
+    async def _check(self, slot: Slot, replica: Replica, timeout_s: float) -> None:
         incarnation = slot.incarnation
         is_wanted, is_loading = bool(slot.leases), slot.updating_to is not None
-        stats = await self._ask(replica, interval_s)
+        stats = await self._ask(replica, timeout_s)
         if slot.incarnation != incarnation or slot.replica is None:
             return
-        now_s = asyncio.get_running_loop().time()
         seen = self._seen.get(slot.replica_id)
-        tokens = None if stats is None else stats.num_generated_tokens + stats.num_prompt_tokens
+        if seen is None or seen.incarnation != incarnation:
+            seen = self._seen[slot.replica_id] = _Seen(incarnation=incarnation)
         # Its own word on whether it has work, if it gives any: the rollouts that hold its leases
         # may wait in their environments, or their worker may be gone.
-        had_work = is_wanted if stats is None else stats.num_running + stats.num_waiting > 0
+        has_work = is_wanted if stats is None else stats.num_running + stats.num_waiting > 0
         # While it loads weights it need not sample, but it answers all the same.
-        is_loading = is_loading or slot.updating_to is not None
-        had_work = had_work and (stats is None or not is_loading)
-        moved = tokens is not None and (seen is None or tokens != seen.tokens)
-        # Its work may have come just before this look: it has the whole limit from here on.
-        is_new = seen is None or seen.incarnation != incarnation or not seen.had_work
-        if seen is None or is_new or moved or not had_work:
-            self._seen[slot.replica_id] = _Seen(
-                incarnation=incarnation,
-                tokens=-1 if tokens is None else tokens,
-                had_work=had_work,
-                moved_s=now_s,
-            )
-        elif now_s - seen.moved_s >= self._limit_s:
-            self._report(slot, now_s - seen.moved_s, answers=tokens is not None)
+        may_pause = stats is not None and (is_loading or slot.updating_to is not None)
+        self._note(seen, stats, should_move=has_work and not may_pause)
+        if seen.stood_still_s >= self._limit_s:
+            self._report(slot, seen.stood_still_s, answers=stats is not None)
+
+    def _note(self, seen: _Seen, stats: ReplicaStats | None, *, should_move: bool) -> None:
+        """Count the time since the last look if there was work at both, and nothing came of it."""
+        now_s = asyncio.get_running_loop().time()
+        tokens = None if stats is None else stats.num_generated_tokens + stats.num_prompt_tokens
+        if tokens is not None and tokens != seen.tokens:
+            seen.tokens, seen.stood_still_s = tokens, 0.0
+        elif should_move and seen.should_move:
+            # Work may have come just before this look: then it counts from here on.
+            seen.stood_still_s += now_s - seen.looked_s
+        seen.should_move, seen.looked_s = should_move, now_s
 
     async def _ask(self, replica: Replica, timeout_s: float) -> ReplicaStats | None:
         """Its counters; None if it does not answer."""

@@ -10,7 +10,7 @@ from freewheel.types import ReplicaStats, VersionSpans, Weights
 class FakeReplica(FakeProcess):
     """An engine that samples at a fixed rate a request, under whatever version is active.
 
-    Stuck (`is_stuck`), it samples nothing any more, but answers and takes weights.
+    Stuck, it samples nothing any more, but answers and takes weights.
     """
 
     def __init__(self, world: FakeWorld, replica_id: int, incarnation: int) -> None:
@@ -22,7 +22,7 @@ class FakeReplica(FakeProcess):
         self._num_running = 0
         self._began_s: list[float] = []
         self.num_updates = 0
-        self.is_stuck = False
+        self._stuck_s: float | None = None
 
     @property
     def replica_id(self) -> int:
@@ -41,8 +41,22 @@ class FakeReplica(FakeProcess):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled, counted when their response is complete."""
-        return self._num_tokens
+        """Tokens sampled until now."""
+        return self._num_tokens + sum(self._sampled_since(began_s) for began_s in self._began_s)
+
+    def stick(self) -> None:
+        """Sample nothing from now on."""
+        self._stuck_s = asyncio.get_running_loop().time()
+
+    def freeze(self) -> None:
+        """Answer nothing and sample nothing from now on."""
+        super().freeze()
+        self.stick()
+
+    def _sampled_since(self, began_s: float) -> int:
+        now_s = asyncio.get_running_loop().time()
+        until_s = now_s if self._stuck_s is None else min(now_s, self._stuck_s)
+        return max(0, int((until_s - began_s) * self._world.settings.tokens_per_s))
 
     async def start(self) -> None:
         """Take the start-up time."""
@@ -86,14 +100,14 @@ class FakeReplica(FakeProcess):
         self._began_s.append(began_s)
         try:
             alive = await self._live(num_tokens / rate)
-            if self.is_stuck:
+            if self._stuck_s is not None:
                 alive = not await self._died.wait()
         finally:
             self._num_running -= 1
             self._began_s.remove(began_s)
+            self._num_tokens += min(num_tokens, self._sampled_since(began_s))
         if not alive:
             raise ReplicaLostError(f"replica {self._replica_id} died")
-        self._num_tokens += num_tokens
         return self._spans(began_s, num_tokens, rate)
 
     def _spans(self, began_s: float, num_tokens: int, rate: float) -> VersionSpans:
@@ -118,5 +132,5 @@ class FakeReplica(FakeProcess):
             version=self.version,
             num_running=self._num_running,
             num_waiting=0,
-            num_generated_tokens=self._num_tokens,
+            num_generated_tokens=self.num_tokens,
         )

@@ -62,7 +62,7 @@ class FakeBackend:
         if failure is not Failure.NEVER_PLACED:
             self.world.injector.num_strikes += 1
         if failure is Failure.ENGINE_NO_TOKENS and isinstance(victim, FakeReplica):
-            victim.is_stuck = True
+            victim.stick()
         elif failure in (Failure.ENGINE_FROZEN, Failure.TRAINER_FROZEN, Failure.WORKER_FROZEN):
             victim.freeze()
         else:
