@@ -209,3 +209,55 @@ def test_a_group_that_takes_its_worker_down_each_time_does_not_take_others_along
     assert {row["group_id"] for row in failed} == {2}
     assert {row["failure"] for row in failed} == {"lost_worker"}
     check_samples(config, run)
+
+
+def test_a_dead_trainer_is_replaced_before_anything_is_asked_of_it():
+    config = small_config()
+    slow = replace(SimSettings(seed=5), tokens_per_s=2.0)  # the next batch is long in coming
+    reports, died_s = Reports(), []
+
+    def act(controller, backend):
+        controller._reporter = reports
+        train = controller.roles.train._train
+
+        async def train_then_die(group_ids):
+            trained = await train(group_ids)
+            if not died_s:
+                loop = asyncio.get_running_loop()
+                loop.call_later(1.0, lambda: died_s.append(loop.time()) or trainer().kill())
+            return trained
+
+        def trainer():
+            return backend.fake_trainer
+
+        controller.roles.train._train = train_then_die
+
+    run = simulate(config, slow, act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert run.end.summary["restarts"] == 1
+    (replayed,) = named(run, "trainer_replayed")
+    (lost,) = (row for row in named(run, "worker_lost") if row["worker"] == "trainer")
+    assert lost["t_s"] == pytest.approx(died_s[0], abs=0.1)
+    assert run.end.summary["trainer_wait_s"]["samples"] > 10.0
+    # Its start, and one step to replay.
+    back_s = 2 * (slow.startup_s + slow.train_step_s + slow.publish_s)
+    assert replayed["t_s"] < died_s[0] + back_s
+
+
+def test_a_trainer_that_dies_when_all_is_trained_and_saved_is_not_missed():
+    reports = Reports()
+
+    def act(controller, backend):
+        controller._reporter = reports
+        drain = controller.roles.validator.drain
+
+        async def drain_without_trainer(stopping):
+            backend.fake_trainer.kill()
+            await asyncio.sleep(1.0)
+            await drain(stopping)
+
+        controller.roles.validator.drain = drain_without_trainer
+
+    run = simulate(small_config(), SimSettings(seed=5), act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert run.end.summary["restarts"] == 0

@@ -42,7 +42,7 @@ class Engine:
         self.killed = True
 
 
-def watch(engine, *, prepare=lambda pool: None, until_s=60.0):
+def watch(engine, *, prepare=lambda pool: None, until_s=60.0, wanted=True):
     """Watch one replica at version 0; whether it was replaced."""
 
     async def main():
@@ -58,7 +58,8 @@ def watch(engine, *, prepare=lambda pool: None, until_s=60.0):
         pool.published(0)
         pool.begin_update(0, 0)
         pool.end_update(0, 0)
-        pool.try_lease_training("group-0", min_version=0)
+        if wanted:
+            pool.try_lease_training("group-0", min_version=0)
         prepare(pool)
         health = ReplicaHealth(
             pool=pool,
@@ -108,11 +109,13 @@ def test_work_that_came_just_before_a_look_has_the_whole_limit():
     assert not watch(Engine(busy_from_s=3.9, ends_s=3.9 + LIMIT_S - 0.1))
 
 
+@pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_replica_that_loads_weights_need_not_sample_but_answers(silent):
+def test_a_replica_that_loads_weights_need_not_sample_but_answers(silent, wanted):
     def load(pool):
         pool.published(1)
         pool.begin_update(0, 1)
 
     engine = Engine(busy_from_s=0.0, ends_s=4 * LIMIT_S, silent=silent)
-    assert bool(watch(engine, prepare=load, until_s=4 * LIMIT_S)) is silent
+    killed = watch(engine, prepare=load, until_s=4 * LIMIT_S, wanted=wanted)
+    assert killed is silent

@@ -209,6 +209,7 @@ class Controller:
         processes = ProcessWatch(
             processes=self.roles.processes,
             workers=self.roles.workers,
+            trainer=self.roles.trainer,
             health=self.config.health,
             waits=self.roles.waits,
             recorder=self._recorder,
@@ -266,12 +267,14 @@ class Controller:
         await self.roles.train.run()
         await self.roles.train.finish()
         await self.roles.checkpointer.drain()
+        self.roles.trainer.dismiss()
         await self.roles.validator.drain(lambda: self._stop_signal is not None)
         self.roles.ledger.check()
 
     async def _validate(self, due: ValidateOnly) -> None:
         self.roles.train.state.step = due.step
         await self.roles.train.publish(due.version)
+        self.roles.trainer.dismiss()
         self.roles.validator.request(step=due.step, version=due.version)
         await self.roles.validator.drain(lambda: self._stop_signal is not None)
         row = self.roles.validator.last_row

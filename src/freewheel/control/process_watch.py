@@ -3,7 +3,9 @@
 Each process watches its own loops and answers `watch` from another one; a pending call a process
 brings its reports here at once. A process in which nothing can run (native code that holds the
 interpreter's lock, a stopped process) does not answer. A rollout worker is replaced then; what
-becomes of replicas and of the trainer is up to their own limits.
+becomes of replicas and of the trainer is up to their own limits. One that is gone is replaced if it
+is a rollout worker or the trainer, without waiting for a call that finds it; a replica is found by
+its work.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from freewheel.config.sections import HealthConfig
+from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.waits import Signal, WaitTable
 from freewheel.control.watchdog import Reporter
 from freewheel.control.worker_pool import WorkerPool
@@ -40,6 +43,7 @@ class ProcessWatch:
     Args:
         processes: those that are up now, by name.
         workers: replaces rollout workers.
+        trainer: replaces itself.
         health: limits.
         waits: has an entry for each process that is overdue.
         recorder: is told of each report.
@@ -52,6 +56,7 @@ class ProcessWatch:
         *,
         processes: Callable[[], Mapping[str, Watched]],
         workers: WorkerPool,
+        trainer: TrainerKeeper,
         health: HealthConfig,
         waits: WaitTable,
         recorder: Recorder,
@@ -60,6 +65,7 @@ class ProcessWatch:
     ) -> None:
         self._processes = processes
         self._workers = workers
+        self._trainer = trainer
         self._silence_s = health.loop_blocked_s + health.grace_s
         # A report comes at once; this is only how often a process that has none says so. Each time
         # costs a millisecond of CPU here.
@@ -97,6 +103,7 @@ class ProcessWatch:
                 reports = await self._ask(state)
             except LostError as error:
                 self._replace(process, str(error))
+                await self._trainer.report_lost(process, str(error))
                 return
             causes = self._take_silence(state) if reports is None else self._take(state, reports)
             for cause in causes:

@@ -5,7 +5,7 @@ still, or that does not answer, for `health.replica_stall_s` is reported lost: i
 replaces it, and its rollouts run again elsewhere. Only time with work counts, and only a token
 ends the count: neither a moment without work nor new weights does, so that one that is asked again
 and again, or loads every version and samples nothing, is found as well. While it loads weights it
-need not sample: that has a limit of its own, `health.sync_timeout_s`.
+need not sample, but it answers; the load has a limit of its own, `health.sync_timeout_s`.
 """
 
 import asyncio
@@ -76,12 +76,14 @@ class ReplicaHealth:
         seen = self._seen.get(slot.replica_id)
         if seen is None or seen.incarnation != incarnation:
             seen = self._seen[slot.replica_id] = _Seen(incarnation=incarnation)
-        # Its own word on whether it has work, if it gives any: the rollouts that hold its leases
-        # may wait in their environments, or their worker may be gone.
-        has_work = is_wanted if stats is None else stats.num_running + stats.num_waiting > 0
-        # While it loads weights it need not sample, but it answers all the same.
-        may_pause = stats is not None and (is_loading or slot.updating_to is not None)
-        self._note(seen, stats, should_move=has_work and not may_pause)
+        is_loading = is_loading or slot.updating_to is not None
+        if stats is None:
+            should_move = is_wanted or is_loading
+        else:
+            # Its own word on whether it has work: the rollouts that hold its leases may wait in
+            # their environments, or their worker may be gone. While it loads it need not sample.
+            should_move = stats.num_running + stats.num_waiting > 0 and not is_loading
+        self._note(seen, stats, should_move=should_move)
         if seen.stood_still_s >= self._limit_s:
             self._report(slot, seen.stood_still_s, answers=stats is not None)
 
@@ -109,8 +111,10 @@ class ReplicaHealth:
             return None
 
     def _report(self, slot: Slot, since_s: float, *, answers: bool) -> None:
-        doing = f"it had {len(slot.leases)} groups to run{'' if answers else ', and no answer'}"
-        reason = f"no token for {since_s:.0f} s while {doing}"
+        doing = f"it had {len(slot.leases)} groups to run"
+        if slot.updating_to is not None:
+            doing += f" and version {slot.updating_to} to load"
+        reason = f"no token for {since_s:.0f} s while {doing}{'' if answers else ', and no answer'}"
         self._recorder.event("replica_stalled", replica=slot.replica_id, reason=reason)
         gone = self._pool.down(slot.replica_id, slot.incarnation)
         if gone is not None:

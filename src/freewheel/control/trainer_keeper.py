@@ -117,6 +117,7 @@ class TrainerKeeper:
         self._saved_step = 0
         self._saved_folder: Path | None = None
         self._num_lost: Counter[str] = Counter()
+        self._is_needed = False
         self._copies: set[int] = set()
         self._carried: dict[int, set[int]] = {}
         self._published: _Published | None = None
@@ -149,6 +150,7 @@ class TrainerKeeper:
                 self._trainer = self._make()
         self._saved_folder, self._saved_step = checkpoint, info.step
         self._step = self._journal_from = info.step
+        self._is_needed = True
 
     async def train_step(self, request: TrainRequest) -> TrainResult:
         """Train on whole groups, and remember them until a checkpoint holds what they taught."""
@@ -207,6 +209,19 @@ class TrainerKeeper:
             await self._replacement(waiter)
         else:
             await self._replace(self._trainer, TrainerLostError(str(lost)), waiter)
+
+    async def report_lost(self, process: Watched, cause: str) -> None:
+        """Replace the trainer if a process that is gone is one of its own, before a call finds it.
+
+        Not during a start, which sees to it itself, nor once no call is to come (`dismiss`).
+        """
+        trainer = self._trainer
+        if self._is_needed and not self.is_replacing and process in trainer.processes:
+            await self._replace(trainer, TrainerLostError(cause), "process-watch")
+
+    def dismiss(self) -> None:
+        """Nothing more is to be trained or saved: a loss matters to those only who call again."""
+        self._is_needed = False
 
     def kill(self) -> None:
         """End the processes at once. Idempotent; never waits."""
