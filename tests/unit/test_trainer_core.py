@@ -14,6 +14,7 @@ from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.losses import group_advantages
 from freewheel.types import Trajectory
 from freewheel.weights import unpack_weights
+from tests.unit.bundles import all_bytes
 from tests.unit.trainer_models import CONFIGS, make_groups, make_model, save_model
 from tests.unit.trainer_runs import make_config, step
 
@@ -200,16 +201,16 @@ def test_metrics_by_hand(model_path: Path) -> None:
 
 def test_groups_without_signal_move_nothing_but_momentum(model_path: Path) -> None:
     core = make_core(make_config(optim=OptimConfig(lr=1e-3, weight_decay=0.0)), model_path)
-    before = core.export_weights().buffer.copy()
+    before = all_bytes(core.export_weights())
     groups = [[equal(t) for t in group] for group in make_groups()]
     metrics = step(core, 1, groups).metrics
     assert metrics["actor/grad_norm"] == 0
     assert metrics["actor/entropy"] > 0
-    assert np.array_equal(core.export_weights().buffer, before)
+    assert np.array_equal(all_bytes(core.export_weights()), before)
     step(core, 2, make_groups())
-    moved = core.export_weights().buffer.copy()
+    moved = all_bytes(core.export_weights())
     step(core, 3, groups)
-    assert not np.array_equal(core.export_weights().buffer, moved)
+    assert not np.array_equal(all_bytes(core.export_weights()), moved)
 
 
 def equal(trajectory: Trajectory) -> Trajectory:
@@ -277,12 +278,12 @@ def test_divergence_names_step_mini_batch_and_samples(model_path: Path, where: s
             core._policy.model.lm_head.weight[3, 4] = torch.nan
     else:
         core._policy.model.model.norm.weight.register_hook(lambda g: g * torch.inf)
-    before = core.export_weights().buffer.copy()
+    before = all_bytes(core.export_weights())
     expected = r"step 7, mini-batch 1.*s2-1 \(nan\)" if where == "rollout_logprobs" else "step 7"
     with pytest.raises(TrainingDivergedError, match=expected):
         step(core, 7, groups, mini_batch_groups=2)
     if where != "rollout_logprobs":
-        assert np.array_equal(core.export_weights().buffer, before)
+        assert np.array_equal(all_bytes(core.export_weights()), before)
 
 
 def test_no_trajectory_is_an_error_of_ours(model_path: Path) -> None:

@@ -17,6 +17,7 @@ from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.trajectories import read_trajectories, write_trajectories
 from freewheel.types import Trajectory
 from freewheel.weights import unpack_weights
+from tests.unit.bundles import all_bytes, kept
 from tests.unit.trainer_models import CONFIGS, make_groups, save_model
 from tests.unit.trainer_runs import make_config, step
 
@@ -53,7 +54,7 @@ def test_resume_is_bit_identical_to_going_on(tmp_path: Path, name: str) -> None:
         step(resumed, number, make_groups(seed=number))
     step(core, 3, make_groups(seed=3))
     going_on = step(core, 4, make_groups(seed=4))
-    assert np.array_equal(core.export_weights().buffer, resumed.export_weights().buffer)
+    assert np.array_equal(all_bytes(core.export_weights()), all_bytes(resumed.export_weights()))
     assert going_on.metrics["actor/lr"] > 0
     copies = []
     for trainer in (core, resumed):
@@ -94,9 +95,9 @@ def test_a_checkpoint_carries_published_versions_beside_the_trainers_weights(
     model_path: Path, tmp_path: Path
 ) -> None:
     core = make_core(model_path)
-    held = {0: core.export_weights()}
+    held = {0: kept(core.export_weights())}
     step(core, 1, make_groups(seed=1))
-    held[1] = core.export_weights()
+    held[1] = kept(core.export_weights())
     step(core, 2, make_groups(seed=2))
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -111,14 +112,14 @@ def test_a_checkpoint_carries_published_versions_beside_the_trainers_weights(
         tensors = unpack_weights(published)
         for name, tensor in unpack_weights(restored).items():
             assert torch.equal(tensor, tensors[name])
-        assert not np.array_equal(resumed.export_weights().buffer, restored.buffer)
+        assert not np.array_equal(all_bytes(resumed.export_weights()), all_bytes(restored))
 
 
 def test_a_checkpoint_of_before_has_one_version_under_another_name(
     model_path: Path, tmp_path: Path
 ) -> None:
     core = make_core(model_path)
-    published = core.export_weights()
+    published = kept(core.export_weights())
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     core.copy_state(1)
@@ -159,7 +160,7 @@ def test_the_copy_is_of_its_step_and_written_beside_training(
 ) -> None:
     core = make_core(model_path)
     step(core, 1, make_groups())
-    before = core.export_weights().buffer.copy()
+    before = all_bytes(core.export_weights())
     core.copy_state(1)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -177,8 +178,8 @@ def test_the_copy_is_of_its_step_and_written_beside_training(
         step(core, number, make_groups(seed=number))
     thread.join()
     assert not errors
-    assert np.array_equal(make_core(model_path, folder).export_weights().buffer, before)
-    assert not np.array_equal(core.export_weights().buffer, before)
+    assert np.array_equal(all_bytes(make_core(model_path, folder).export_weights()), before)
+    assert not np.array_equal(all_bytes(core.export_weights()), before)
 
 
 def test_the_folder_loads_in_transformers(model_path: Path, tmp_path: Path) -> None:

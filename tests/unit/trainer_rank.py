@@ -13,6 +13,7 @@ from freewheel.errors import TrainingDivergedError
 from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.distributed import Ranks
 from freewheel.types import Trajectory
+from tests.unit.bundles import all_bytes
 from tests.unit.trainer_models import make_groups
 from tests.unit.trainer_runs import make_config, step
 
@@ -47,7 +48,7 @@ def main(rank: str, world_size: str, init_method: str, model: str, old: str, new
         folder = Path(new)
         folder.mkdir()
         core.write_state(info.step + 2, folder, [])
-        (folder / "exported").write_bytes(bundle.buffer.tobytes())
+        (folder / "exported").write_bytes(all_bytes(bundle).tobytes())
         (folder / "metrics").write_text(repr(metrics))
     bad = make_groups(seed=9)
     bad[0][0].rollout_logprobs[-1] = float("nan")

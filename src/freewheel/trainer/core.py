@@ -159,6 +159,7 @@ class TrainerCore:
     def export_weights(self) -> WeightBundle:
         """The current weights in the rollout engine's number format, tied ones once.
 
+        The bundle may be the trainer's own memory: it is to be used before the next step.
         Collective over ranks; only rank 0's bundle holds tensors.
         """
         weights = (

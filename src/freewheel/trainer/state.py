@@ -142,8 +142,7 @@ def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Pa
 
 def write_version(folder: Path, version: int, bundle: WeightBundle) -> None:
     """Write a published version in the replicas' number format."""
-    tensors = {name: tensor.clone() for name, tensor in unpack_weights(bundle).items()}
-    save_file(tensors, _version_path(folder, version))
+    save_file(unpack_weights(bundle), _version_path(folder, version))
 
 
 def read_version(folder: Path, version: int) -> WeightBundle:

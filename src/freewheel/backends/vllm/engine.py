@@ -335,13 +335,13 @@ class VllmEngine:
         for place, chunk in enumerate(chunks):
             if place > 0:
                 await asyncio.to_thread(segment.write, bundle, chunk)
-            await self._send(segment, chunk)
+            await self._send(segment.update_info(bundle, chunk))
         await self._llm.finish_weight_update(str(version))
         await self._llm.resume_generation()
 
-    async def _send(self, segment: WeightSegment, chunk: Chunk) -> None:
+    async def _send(self, update_info: dict[str, Any]) -> None:
         base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
-        update = base.WeightTransferUpdateRequest(update_info=segment.update_info(chunk))
+        update = base.WeightTransferUpdateRequest(update_info=update_info)
         await self._llm.update_weights(update)
 
     def _segment_for(self, chunks: Sequence[Chunk]) -> WeightSegment:

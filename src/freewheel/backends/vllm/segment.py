@@ -15,6 +15,7 @@ import numpy as np
 
 from freewheel.weights import TensorSpec, WeightBundle
 
+_ALIGN = 64
 MAX_CHUNK_BYTES = 1 << 28
 """Largest chunk, unless one tensor alone is larger: 256 MiB keep the memory small and the calls
 few."""
@@ -22,16 +23,12 @@ few."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Tensors that lie one after the other in a bundle: bytes `start` to `stop` of its buffer."""
+    """Tensors `start` to `stop` of a bundle; each begins at its offset in the segment, in bytes."""
 
-    specs: tuple[TensorSpec, ...]
     start: int
     stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in the segment."""
-        return self.stop - self.start
+    offsets: tuple[int, ...]
+    num_bytes: int
 
 
 def plan_chunks(
@@ -40,18 +37,20 @@ def plan_chunks(
     """Cut a bundle into chunks of whole tensors.
 
     Args:
-        specs: in the order of their offsets.
+        specs: the bundle's.
         max_bytes: of a chunk; a tensor that is larger gets one of its own.
     """
     chunks: list[Chunk] = []
-    part: list[TensorSpec] = []
-    for spec in specs:
-        if part and spec.offset + spec.num_bytes - part[0].offset > max_bytes:
-            chunks.append(_chunk(part))
-            part = []
-        part.append(spec)
-    if part:
-        chunks.append(_chunk(part))
+    start, offsets, end = 0, list[int](), 0
+    for i, spec in enumerate(specs):
+        offset = -(-end // _ALIGN) * _ALIGN
+        if offsets and offset + spec.num_bytes > max_bytes:
+            chunks.append(Chunk(start=start, stop=i, offsets=tuple(offsets), num_bytes=end))
+            start, offsets, offset = i, [], 0
+        offsets.append(offset)
+        end = offset + spec.num_bytes
+    if offsets:
+        chunks.append(Chunk(start=start, stop=len(specs), offsets=tuple(offsets), num_bytes=end))
     return tuple(chunks)
 
 
@@ -72,13 +71,17 @@ class WeightSegment:
     def write(self, bundle: WeightBundle, chunk: Chunk) -> None:
         """Copy a chunk to the beginning of the segment."""
         target = np.frombuffer(self._map, dtype=np.uint8, count=chunk.num_bytes)
-        np.copyto(target, bundle.buffer[chunk.start : chunk.stop])
+        for offset, array in zip(
+            chunk.offsets, bundle.arrays[chunk.start : chunk.stop], strict=True
+        ):
+            np.copyto(target[offset : offset + array.nbytes], array)
 
-    def update_info(self, chunk: Chunk) -> dict[str, Any]:
+    def update_info(self, bundle: WeightBundle, chunk: Chunk) -> dict[str, Any]:
         """What the reader must know of a chunk, in types that travel as JSON would."""
+        specs = bundle.specs[chunk.start : chunk.stop]
         tensors = [
-            [spec.name, spec.dtype, list(spec.shape), spec.offset - chunk.start, spec.num_bytes]
-            for spec in chunk.specs
+            [spec.name, spec.dtype, list(spec.shape), offset, spec.num_bytes]
+            for spec, offset in zip(specs, chunk.offsets, strict=True)
         ]
         return {"path": self.path, "num_bytes": chunk.num_bytes, "tensors": tensors}
 
@@ -88,8 +91,3 @@ class WeightSegment:
             self._map.close()
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _chunk(specs: Sequence[TensorSpec]) -> Chunk:
-    last = specs[-1]
-    return Chunk(specs=tuple(specs), start=specs[0].offset, stop=last.offset + last.num_bytes)
