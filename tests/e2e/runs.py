@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ class Finished:
         return [row for row in self.rows("events") if row["event"] == name]
 
 
+LIVE: list["LiveRun"] = []
+"""The runs of the present test."""
+
+
 class LiveRun:
     """A run in a process of its own, and everything that it started."""
 
@@ -98,6 +103,7 @@ class LiveRun:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
         self.started: set[psutil.Process] = set()
+        LIVE.append(self)
 
     def wait_for_event(self, name: str, *, count: int = 1, timeout_s: float = 90) -> None:
         deadline = time.monotonic() + timeout_s
@@ -137,6 +143,14 @@ class LiveRun:
         """Processes that the run started and that still live after so long."""
         _, alive = psutil.wait_procs(self.started, timeout=timeout_s)
         return [f"{process.pid} {process.name()}" for process in alive]
+
+    def kill(self) -> None:
+        """End what still lives of it, so that a test that failed disturbs no other."""
+        self.look()
+        for process in (self.process, *self.started):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
 
     def errors(self) -> str:
         """What it wrote to stderr so far."""
