@@ -1,6 +1,8 @@
 """Training runs with vLLM (`make test-vllm`): in-flight updates, validation, a lost engine."""
 
 import importlib.util
+import re
+import signal
 
 import psutil
 import pytest
@@ -30,6 +32,12 @@ def _check(finished, steps):
     rows = finished.rows("metrics")
     assert finished.code == 0, finished.err
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    _check_versions(finished)
+
+
+def _check_versions(finished):
+    """Tokens are of the versions that they carry: the trainer's logprobs under them agree."""
+    rows = finished.rows("metrics")
     measured = [row for row in rows if row["engine_mismatch/num_tokens"]]
     assert measured
     assert max(row["engine_mismatch/logprobs_diff_max"] for row in measured) < 1e-3
@@ -58,4 +66,31 @@ def test_a_run_outlives_an_engine_that_is_killed(tmp_path):
     (loss,) = finished.events("worker_lost")
     assert "vLLM" in loss["cause"]
     assert loss["replaced"]
+    assert run.left_over() == []
+
+
+STRUCK = {
+    "Killed": r"vLLM: (its process \d+ ended|version \d+ was not loaded)",
+    "Stopped": r"did not load version \d+ within 20 s \(health.sync_timeout_s\)",
+}
+
+
+@pytest.mark.parametrize("how", STRUCK)
+def test_a_run_outlives_an_engine_that_is_struck_while_it_loads_weights(tmp_path, faults, how):
+    changes = VLLM | {"trainer": {"total_training_steps": 5000, "test_freq": 20}}
+    # The update's own limit is to find the one that stands still.
+    changes["health"] = VLLM["health"] | {"sync_timeout_s": 20, "replica_stall_s": 300}
+    run = faults.start(tmp_path, changes, replica=f"faulty_vllm:{how}")
+    run.wait_for_event("worker_lost", timeout_s=400)
+    run.wait_for_event("replica_up", count=3, timeout_s=200)
+    run.wait_for_event("validation_done", count=3, timeout_s=100)
+    run.send(signal.SIGINT)
+    finished = run.finish(timeout_s=200)
+    assert finished.code == 130, finished.err
+    assert faults.happened_s("struck") > 0
+    (loss,) = finished.events("worker_lost")
+    assert re.search(STRUCK[how], loss["cause"]), loss["cause"]
+    assert loss["replaced"]
+    assert finished.summary["samples"]["failed"] == 0
+    _check_versions(finished)
     assert run.left_over() == []
