@@ -108,10 +108,10 @@ def held_update(monkeypatch):
     entered, go = asyncio.Event(), asyncio.Event()
     send = VllmEngine._send
 
-    async def held(self, segment, chunk):
+    async def held(self, update_info):
         entered.set()
         await go.wait()
-        await send(self, segment, chunk)
+        await send(self, update_info)
 
     monkeypatch.setattr(VllmEngine, "_send", held)
     return entered, go
