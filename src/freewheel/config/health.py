@@ -36,7 +36,7 @@ class HealthConfig:
     checkpoint's copy with a publication after it, a rollout, a trial; with 3 `grace_s`."""
     replica_stall_s: Seconds = 60.0
     """A replica that has requests to work on and has produced no token for so long, or that does
-    not answer for so long while rollouts hold it, is replaced."""
+    not answer for so long while rollouts hold it or it loads weights, is replaced."""
     loop_blocked_s: Seconds = 5.0
     """An event loop of any process that has not turned for so long is reported, with the frame that
     blocks it; in a rollout worker, new calls of user code go to another loop."""
