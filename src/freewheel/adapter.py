@@ -25,8 +25,8 @@ RIGHT = ".lora_right"
 class AdapterMerger:
     """Turns published adapters into whole bundles, which any engine loads. One a replica.
 
-    The base weights are views of the model's files, without a copy where these hold the engine's number
-    format; a version makes anew only the matrices that the adapter touches.
+    The base weights are views of the model's files, without a copy where these hold the engine's
+    number format; a version makes anew only the matrices that the adapter touches.
 
     Args:
         config: `model` gives the scaling, `rollout` the engine's number format.

@@ -68,9 +68,7 @@ class ModelConfig:
     are; 0: train the weights themselves. Needs the extra `lora` (peft). See docs/lora.md."""
     lora_alpha: Count = 16
     """The adapter's product is scaled by `lora_alpha / lora_rank`. Of no effect at rank 0."""
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = (
-        "all-linear"
-    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Layers that get an adapter: `all-linear` (all but the output head), or a list of names, such
     as `[q_proj, v_proj]`, which a layer's dotted name must end in. Of no effect at rank 0."""
 

@@ -54,8 +54,9 @@ def inject(model: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
     peft = _peft()
     counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft warns that it stores Conv1D (GPT-2) the other way round, which is what we want.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        # peft warns that it takes Conv1D (GPT-2) the other way round, which is what we want, and of
+        # layers with shared weights, which are refused below.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out|Model has `tie_word_embeddings")
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(_peft_config(config), model, adapter_name=_NAME)
