@@ -15,14 +15,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freewheel.adapter import LEFT, RIGHT, AdapterMerger, merged
 from freewheel.base_weights import read_base
+from freewheel.config import check_config
 from freewheel.config.sections import Config, ModelConfig, OptimConfig
+from freewheel.control.run_state import structure
+from freewheel.engine.loading import load_model
+from freewheel.engine.torch_engine import TorchEngine
 from freewheel.errors import CheckpointError, ConfigError, InvariantError
+from freewheel.preflight import look
 from freewheel.trainer import lora, state
 from freewheel.trainer.core import TrainerCore
+from freewheel.types import Generation, TrainRequest, Trajectory
 from freewheel.weights import WeightBundle, pack_weights, unpack_weights
+from tests.unit.engine_models import request, run
+from tests.unit.test_preflight_user_code import config as shipped_config
 from tests.unit.trainer_models import CONFIGS, make_groups, make_model, save_model
 from tests.unit.trainer_runs import make_config, step
 
+# A name that transformers has changed and peft still uses.
+PEFT_ASKS_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.")
 MODELS = ["llama", "llama-untied", "qwen2", "gpt2"]
 
 
@@ -85,6 +95,51 @@ def test_a_fresh_adapter_changes_nothing_and_a_trained_one_only_its_matrices(
     assert {n for n, tensor in second.items() if not torch.equal(tensor, base[n])} == touched
 
 
+def test_engine_and_trainer_agree_under_an_adapter(any_model: Path) -> None:
+    core = trained_core(any_model)
+    config = make_lora_config(rollout={"max_prompt_length": 16, "kv_cache_bytes": 1 << 24})
+    engine = TorchEngine(config, load_model(config, any_model).without_eos())
+    engine.update_weights(3, AdapterMerger(config, any_model).merge(core.export_weights()))
+    prompts = [[5, 6, 7], [9, 8]]
+    requests = [
+        request(f"{place}-{member}", prompt, max_tokens=9, seed=member)
+        for place, prompt in enumerate(prompts)
+        for member in range(4)
+    ]
+    results = run(engine, requests)
+    groups = [
+        [
+            trajectory(prompt, results[f"{place}-{member}"], group_id=place, reward=float(member))
+            for member in range(4)
+        ]
+        for place, prompt in enumerate(prompts)
+    ]
+    metrics = core.train_step(
+        TrainRequest(step=3, policy_version=3, payloads=(), mini_batch_groups=2, num_tokens=1),
+        groups,
+    ).metrics
+    assert metrics["engine_mismatch/num_tokens"] == 2 * 4 * 9
+    assert metrics["engine_mismatch/logprobs_diff_max"] < 1e-4
+
+
+def trajectory(
+    prompt: list[int], sampled: Generation, *, group_id: int, reward: float
+) -> Trajectory:
+    ids = np.concatenate([prompt, sampled.token_ids]).astype(np.int32)
+    mask = np.arange(ids.size) >= len(prompt)
+    logprobs = np.zeros(ids.size, dtype=np.float32)
+    logprobs[mask] = sampled.logprobs
+    return Trajectory(
+        sample_id=sampled.request_id,
+        group_id=group_id,
+        reward=reward,
+        token_ids=ids,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        versions=np.where(mask, 3, -1).astype(np.int32),
+    )
+
+
 def test_only_the_adapter_is_published(llama: Path) -> None:
     core = make_core(llama)
     bundle = core.export_weights()
@@ -98,6 +153,7 @@ def test_only_the_adapter_is_published(llama: Path) -> None:
     assert set(tensors_of(full.export_weights())) == set(whole(llama, bundle))
 
 
+@PEFT_ASKS_TRANSFORMERS
 def test_merging_gives_what_pefts_own_merge_gives(any_model: Path, tmp_path: Path) -> None:
     core = trained_core(any_model)
     folder = write(core, 2, tmp_path / "checkpoint")
@@ -113,12 +169,14 @@ def test_merging_gives_what_pefts_own_merge_gives(any_model: Path, tmp_path: Pat
         torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-6, atol=1e-6)
 
 
+@PEFT_ASKS_TRANSFORMERS
 def test_a_checkpoint_loads_in_transformers_and_in_peft(any_model: Path, tmp_path: Path) -> None:
     core = trained_core(any_model)
     folder = write(core, 2, tmp_path / "checkpoint")
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    core._model.set_attn_implementation("eager")  # the trainer's own takes packed rows alone
     with torch.no_grad():
-        ours = core._model(input_ids=ids, use_cache=False, attention_mask=None)
+        ours = core._model(input_ids=ids, use_cache=False)
         loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
         base = AutoModelForCausalLM.from_pretrained(any_model, dtype=torch.float32)
         before = base(input_ids=ids).logits.log_softmax(-1)
@@ -256,6 +314,37 @@ def test_a_missing_peft_is_a_config_error(llama: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib, "import_module", without_peft)
     with pytest.raises(ConfigError, match=r"model\.lora_rank: .*pip install 'freewheel\[lora\]'"):
         make_core(llama)
+
+
+def test_a_missing_peft_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "peft" else find(name)
+    )
+    config = shipped_config()
+    assert look(config).missing == ()
+    (missing,) = look(replace(config, model=replace(config.model, lora_rank=8))).missing
+    assert missing == (
+        "model.lora_rank=8: peft is not installed; type: pip install 'freewheel[lora]'"
+    )
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "")])
+def test_an_adapter_needs_layers(targets: tuple[str, ...]) -> None:
+    config = shipped_config()
+    model = replace(config.model, lora_rank=8, target_modules=targets)
+    with pytest.raises(ConfigError, match=r"model\.target_modules = .*an adapter needs layers"):
+        check_config(replace(config, model=model))
+    check_config(replace(config, model=replace(model, lora_rank=0)))
+
+
+def test_what_is_trained_cannot_change_in_a_resumed_run() -> None:
+    plain, adapter = Config(), make_lora_config(target_modules=("q_proj",))
+    assert structure(plain)["model.lora_rank"] == 0
+    found = json.loads(json.dumps(structure(adapter)))
+    assert found == structure(adapter)
+    assert found["model.target_modules"] == ["q_proj"]
+    assert found.items() >= {"model.lora_rank": 4, "model.lora_alpha": 12}.items()
 
 
 def test_the_base_is_a_view_of_the_file_where_the_number_format_is_the_engines(
