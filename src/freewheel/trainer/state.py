@@ -4,7 +4,7 @@ A checkpoint's folder holds `hf/` (a Hugging Face model folder with float32 weig
 transformers and vLLM load), `trainer/optimizer.safetensors` (AdamW's moments by parameter name),
 `trainer/state.json` (steps and random state) and `trajectories.parquet`. A published version that
 rollouts or a validation still need, and that the trainer's own weights no longer are, lies in
-`trainer/version_NNNNNN.safetensors`, in the number format of the replicas.
+`trainer/version_NNNNNN.safetensors`, as it was published. `trainer.lora` adds an adapter.
 """
 
 import json
