@@ -85,7 +85,7 @@ def look(config: Config, *, purpose: Purpose = "train") -> Findings:
     """As `check_inputs`, in this process."""
     splits = tuple(Split) if purpose == "train" else (Split.VALIDATION,)
     missing = [*check_loggers(config), *_missing_engine(config)]
-    missing += [*_missing_lora(config), *_missing_files(config, splits)]
+    missing += [*_missing_lora(config, purpose), *_missing_files(config, splits)]
     problems: list[str] = []
     lines: list[str] = []
     if not _missing_files(config, splits):
@@ -153,9 +153,9 @@ def _missing_engine(config: Config) -> list[str]:
     return []
 
 
-def _missing_lora(config: Config) -> list[str]:
-    """What trains an adapter, if it is not installed here."""
-    if config.model.lora_rank and importlib.util.find_spec("peft") is None:
+def _missing_lora(config: Config, purpose: Purpose) -> list[str]:
+    """What trains an adapter, if it is not installed here; a checkpoint is scored without it."""
+    if purpose == "train" and config.model.lora_rank and importlib.util.find_spec("peft") is None:
         rank = config.model.lora_rank
         return [f"model.lora_rank={rank}: peft is not installed; type: {INSTALL_PEFT}"]
     return []

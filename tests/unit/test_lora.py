@@ -323,7 +323,9 @@ def test_a_missing_peft_is_found_before_anything_starts(monkeypatch: pytest.Monk
     )
     config = shipped_config()
     assert look(config).missing == ()
-    (missing,) = look(replace(config, model=replace(config.model, lora_rank=8))).missing
+    adapter = replace(config, model=replace(config.model, lora_rank=8))
+    assert look(adapter, purpose="validate").missing == ()
+    (missing,) = look(adapter).missing
     assert missing == (
         "model.lora_rank=8: peft is not installed; type: pip install 'freewheel[lora]'"
     )
