@@ -118,6 +118,8 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         version = state["version"] + int(state["steps_since_publish"] > 0)
         due = ValidateOnly(step=checkpoint.step, version=version)
         model = str(checkpoint.folder / "hf")
+    # The checkpoint of an adapter holds the merged model, and nothing is trained here.
+    config = replace(config, model=replace(config.model, lora_rank=0))
     folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
     # The trainer that comes up publishes weights; how it would train, and on what, is no matter.
     config = _with_optim(config, lr_scheduler_type="constant", lr_warmup_steps=0)

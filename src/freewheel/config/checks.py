@@ -76,6 +76,13 @@ def _check_required(config: Config, purpose: Purpose) -> Iterator[str]:
         yield 'data.prompt_key = "": the name of a column is required'
 
 
+def _check_adapter(config: Config) -> Iterator[str]:
+    targets = config.model.target_modules
+    if config.model.lora_rank and (not targets or not all(targets)):
+        names = _values(config, "model.target_modules", "model.lora_rank")
+        yield f"{names}: an adapter needs layers; allowed: all-linear, or names such as [q_proj]"
+
+
 def _check_groups(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.n == 1:
@@ -327,6 +334,7 @@ def declared_cpus(config: Config) -> float:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _check_adapter,
     _check_groups,
     _check_sampling,
     _check_user_code,

@@ -63,6 +63,19 @@ class ModelConfig:
     (converted once from the installed package). Required."""
     trust_remote_code: bool = False
     """Allow code that lies in the model's folder to run."""
+    lora_rank: CountOrZero = 0
+    """Rank of a LoRA adapter that is trained in place of the model's weights, which stay as they
+    are; 0: train the weights themselves. Needs the extra `lora` (peft). See docs/lora.md."""
+    lora_alpha: Count = 16
+    """The adapter's product is scaled by `lora_alpha / lora_rank`. Of no effect at rank 0."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Layers that get an adapter: `all-linear` (all but the output head), or a list of names, such
+    as `[q_proj, v_proj]`, which a layer's dotted name must end in. Of no effect at rank 0."""
+
+    @property
+    def lora_scaling(self) -> float:
+        """Factor of the adapter's product. Only with a rank above 0."""
+        return self.lora_alpha / self.lora_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

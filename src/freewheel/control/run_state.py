@@ -168,4 +168,18 @@ def structure(config: Config) -> dict[str, Any]:
         ),
         "data.shuffle": config.data.shuffle,
         "trainer.seed": config.trainer.seed,
+        **_adapter_structure(config),
+    }
+
+
+def _adapter_structure(config: Config) -> dict[str, Any]:
+    """What is trained: the weights, or an adapter of this rank, scale and place."""
+    model = config.model
+    if not model.lora_rank:
+        return {"model.lora_rank": 0}
+    targets = model.target_modules
+    return {
+        "model.lora_rank": model.lora_rank,
+        "model.lora_alpha": model.lora_alpha,
+        "model.target_modules": targets if isinstance(targets, str) else list(targets),
     }

@@ -39,6 +39,7 @@ from freewheel.trainer.metrics import (
 )
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.probe import choose_forward
+from freewheel.trainer.trained import make_trained
 from freewheel.trainer.trajectories import write_trajectories
 from freewheel.trainer.update import Updater
 from freewheel.types import TrainerInfo, TrainRequest, TrainResult, Trajectory
@@ -71,6 +72,7 @@ class TrainerCore:
     ) -> None:
         self._config = config
         self._model_path = model_path
+        self._trained = make_trained(config, model_path)
         self._checkpoint: Path | None = None
         self._ranks = ranks or Ranks()
         self._total_steps = total_optimizer_steps or optim.total_optimizer_steps(config)
@@ -92,8 +94,7 @@ class TrainerCore:
             torch.set_num_threads(self._config.actor.num_threads)
         self._ranks.join(self._device)
         self._checkpoint = checkpoint
-        weights = self._model_path if checkpoint is None else checkpoint / state.HF
-        self._policy = self._build_policy(weights)
+        self._policy = self._build_policy(self._trained.load(checkpoint))
         optimizer = optim.make_optimizer(self._policy, self._config.actor.optim)
         progress = state.Progress(step=0, optimizer_steps=0, rng={})
         if checkpoint is not None:
@@ -159,14 +160,17 @@ class TrainerCore:
     def export_weights(self) -> WeightBundle:
         """The current weights in the rollout engine's number format, tied ones once.
 
+        Of an adapter its factors in float32: replicas merge, and convert what they have merged.
         The bundle may be the trainer's own memory: it is to be used before the next step.
         Collective over ranks; only rank 0's bundle holds tensors.
         """
         weights = (
-            (name, full(tensor.detach())) for name, tensor in state.named_weights(self._model)
+            (name, full(tensor.detach())) for name, tensor in self._trained.named(self._model)
         )
         kept = ((name, tensor) for name, tensor in weights if self._ranks.is_main)
-        bundle = pack_weights(kept, dtype=_rollout_dtype(self._config, self._device))
+        is_adapter = self._trained.is_adapter
+        dtype = None if is_adapter else _rollout_dtype(self._config, self._device)
+        bundle = pack_weights(kept, dtype=dtype)
         self._has_moved = False
         return bundle
 
@@ -185,7 +189,11 @@ class TrainerCore:
             step=step, optimizer_steps=self._updater.optimizer_steps, rng=state.random_state()
         )
         copy = state.copy_state(
-            self._model, self._updater.optimizer, progress, keep=self._ranks.is_main
+            self._model,
+            self._updater.optimizer,
+            progress,
+            weights=self._trained.named(self._model),
+            keep=self._ranks.is_main,
         )
         if self._ranks.is_main:
             with self._lock:
@@ -224,7 +232,8 @@ class TrainerCore:
         try:
             # Tokenizer files come from the model's folder: a checkpoint that the run was resumed
             # from is deleted when newer ones are complete.
-            state.write_copy(copy, folder, self._model, self._model_path)
+            weights = self._trained.write(copy, folder, self._model)
+            state.write_copy(copy, folder, self._model, self._model_path, weights)
             for version, bundle in (held or {}).items():
                 state.write_version(folder, version, bundle)
             write_trajectories(folder / state.TRAJECTORIES, trajectories)
@@ -256,9 +265,8 @@ class TrainerCore:
             f"{limit:g} (health.max_logprob_difference)"
         )
 
-    def _build_policy(self, weights: Path) -> Policy:
+    def _build_policy(self, model: PreTrainedModel) -> Policy:
         actor, rollout = self._config.actor, self._config.rollout
-        model = state.load_model(weights, trust_remote_code=self._config.model.trust_remote_code)
         torch.nn.Module.to(model, self._device)
         # Recorded logprobs have no dropout in them, so neither has training. Only layers that
         # recompute their activations need to know that this is training.

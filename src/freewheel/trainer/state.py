@@ -4,7 +4,7 @@ A checkpoint's folder holds `hf/` (a Hugging Face model folder with float32 weig
 transformers and vLLM load), `trainer/optimizer.safetensors` (AdamW's moments by parameter name),
 `trainer/state.json` (steps and random state) and `trajectories.parquet`. A published version that
 rollouts or a validation still need, and that the trainer's own weights no longer are, lies in
-`trainer/version_NNNNNN.safetensors`, in the number format of the replicas.
+`trainer/version_NNNNNN.safetensors`, as it was published. `trainer.lora` adds an adapter.
 """
 
 import json
@@ -50,13 +50,22 @@ class StateCopy:
 
     progress: Progress
     model: dict[str, torch.Tensor]
+    """All weights, or with LoRA the adapter's."""
     moments: dict[str, torch.Tensor]
 
 
 def copy_state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, progress: Progress, *, keep: bool
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    *,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    keep: bool,
 ) -> StateCopy:
-    """Copy everything to CPU memory. Collective over ranks; those that `keep` hold the copy."""
+    """Copy everything to CPU memory. Collective over ranks; those that `keep` hold the copy.
+
+    `weights` are what training changes: the model's, or those of its adapter.
+    """
 
     def copied(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         whole = ((name, full(tensor.detach())) for name, tensor in tensors)
@@ -64,7 +73,7 @@ def copy_state(
 
     return StateCopy(
         progress=progress,
-        model=copied(named_weights(model)),
+        model=copied(weights),
         moments=copied(_named_moments(model, optimizer)),
     )
 
@@ -118,19 +127,26 @@ def restore_random_state(folder: Path, states: dict[str, str]) -> None:
                 ) from error
 
 
-def write_copy(copy: StateCopy, folder: Path, model: PreTrainedModel, source: Path) -> None:
+def write_copy(
+    copy: StateCopy,
+    folder: Path,
+    model: PreTrainedModel,
+    source: Path,
+    weights: dict[str, torch.Tensor],
+) -> None:
     """Write `hf/` and `trainer/` from a copy. Touches neither weights nor optimizer in use.
 
     Args:
-        copy: what to write.
+        copy: of optimizer and progress.
         folder: of the checkpoint.
         model: for its configuration and class alone.
         source: model folder whose tokenizer files go along.
+        weights: float32, all of the model's by name: the copy's, or merged from it.
     """
     files.make_folder(folder / HF)
     files.make_folder(folder / "trainer")
     _copy_model_files(source, folder / HF)
-    _skeleton(model).save_pretrained(folder / HF, state_dict=copy.model)
+    _skeleton(model).save_pretrained(folder / HF, state_dict=weights)
     save_file(copy.moments, folder / OPTIMIZER)
     content: dict[str, Any] = {
         "step": copy.progress.step,

@@ -133,6 +133,10 @@ class ReplicaActor(WorkerActor):
         core = await self.load(self.setup.cores.replica)
         self._engine = core(self.setup.config, self.setup.model_path)
         await self._engine.start()
+        self._merger: Any = None
+        if self.setup.config.model.lora_rank:
+            merger = await self.load(self.setup.cores.adapter_merger)
+            self._merger = await asyncio.to_thread(merger, self.setup.config, self.setup.model_path)
 
     @boundary
     async def generate(
@@ -148,7 +152,9 @@ class ReplicaActor(WorkerActor):
 
     @boundary
     async def update_weights(self, version: int, bundle: "WeightBundle") -> None:
-        """`bundle` arrives as a view of shared memory."""
+        """`bundle` arrives as a view of shared memory: all weights, or an adapter to merge."""
+        if self._merger is not None:
+            bundle = await asyncio.to_thread(self._merger.merge, bundle)
         await self._engine.update_weights(version, bundle)
 
     @boundary

@@ -15,6 +15,7 @@ class Cores:
     """`module:name` of what each kind of actor works with; tests put small ones in."""
 
     replica: str = "freewheel.engine.async_engine:AsyncEngine"
+    adapter_merger: str = "freewheel.adapter:AdapterMerger"
     rollout_worker: str = "freewheel.rollout.worker:RolloutWorkerCore"
     trainer: str = "freewheel.trainer.core:TrainerCore"
     trainer_ranks: str = "freewheel.trainer.distributed:Ranks"
