@@ -8,25 +8,16 @@ import sys
 
 import psutil
 import pytest
-import ray
 
 from freewheel.backends.ray import process as process_module
-from freewheel.config.sections import ActorConfig, Config, RayConfig, RolloutConfig
-from freewheel.errors import ConfigError, ReplicaLostError, StartupError
+from freewheel.config.sections import ActorConfig, Config, RayConfig
+from freewheel.errors import ReplicaLostError, StartupError
 from tests.e2e.ray_helpers import alive, descendants, ended_within, make_backend
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio,
 ]
-
-
-async def test_an_engine_that_is_not_there_is_refused_before_ray_starts():
-    backend = make_backend(Config(rollout=RolloutConfig(engine="vllm")))
-    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm"):
-        await backend.start()
-    assert not ray.is_initialized()
-    await backend.aclose()
 
 
 async def test_what_can_never_fit_is_refused_at_once_and_nothing_is_left():
