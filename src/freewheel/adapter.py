@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from freewheel.base_weights import read_base
-from freewheel.config.sections import Config, RolloutConfig
+from freewheel.config.sections import Config
+from freewheel.engine.loading import rollout_dtype
 from freewheel.errors import InvariantError
 from freewheel.weights import WeightBundle, pack_weights, unpack_weights
 
@@ -38,7 +39,7 @@ class AdapterMerger:
 
     def __init__(self, config: Config, model_path: Path) -> None:
         self._scaling = config.model.lora_scaling
-        self._dtype = _dtype(config.rollout)
+        self._dtype = rollout_dtype(config.rollout)
         self._base = read_base(model_path, trust_remote_code=config.model.trust_remote_code)
 
     def merge(self, bundle: WeightBundle) -> WeightBundle:
@@ -94,11 +95,3 @@ def _merged_matrix(
         raise InvariantError(f"{name} is {tuple(weight_MN.shape)}, the adapter's product {shape}")
     # In float32 also where the engine computes in less: rounded once, as a whole version would be.
     return (left_MR @ right_RN).mul_(scaling).add_(weight_MN)
-
-
-def _dtype(rollout: RolloutConfig) -> torch.dtype:
-    """The number format of the engine on this machine."""
-    if rollout.dtype != "auto":
-        return torch.bfloat16 if rollout.dtype == "bfloat16" else torch.float32
-    on_gpu = rollout.device == "cuda" or (rollout.device == "auto" and torch.cuda.is_available())
-    return torch.bfloat16 if on_gpu else torch.float32

@@ -25,8 +25,7 @@ _CHECKS_PER_LIMIT = 8
 class _Seen:
     """What the last look at a replica told.
 
-    `stood_still_s`: so long it had work and produced nothing, since it produced something. -1
-    `tokens`: it has not answered yet.
+    `tokens`: -1 until it has answered. `stood_still_s`: time with work since its last token.
     """
 
     incarnation: int

@@ -206,6 +206,15 @@ def _device(rollout: RolloutConfig) -> torch.device:
     return torch.device(rollout.device)
 
 
+def rollout_dtype(rollout: RolloutConfig) -> torch.dtype:
+    """The engine's number format on this machine.
+
+    Raises:
+        ConfigError: `rollout.device` is a GPU, and there is none.
+    """
+    return _dtype(rollout, _device(rollout))
+
+
 def _dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
     if rollout.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
