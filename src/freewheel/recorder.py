@@ -29,6 +29,9 @@ MAX_WAITING_BYTES = 64 << 20
 
 _WRITE_AT_ONCE_BYTES = 1 << 20
 
+_THREAD_END_S = 1.0
+"""A thread that has answered needs microseconds to end; a bound, as for all that waits."""
+
 
 class Sink(Protocol):
     """A logger. All calls come from the recorder's thread, in order; errors end the run."""
@@ -162,6 +165,7 @@ class FileRecorder:
         if not self._is_closed:
             self._is_closed = True
             await self._request(is_last=True)
+            self._thread.join(_THREAD_END_S)  # to answer was the last thing that it had to do
 
     async def _request(self, *, is_last: bool) -> None:
         loop = asyncio.get_running_loop()
