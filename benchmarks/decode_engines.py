@@ -48,6 +48,8 @@ def freewheel(folder, lengths, threads):
     engine = TorchEngine(config, loaded.without_eos())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine.update_weights(0, pack_weights(model.named_parameters()))
+    while not engine.is_settled:
+        engine.settle()
     del model
 
     def measure(prompts, new_tokens):

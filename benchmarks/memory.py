@@ -2,11 +2,16 @@
 
     python benchmarks/memory.py [--steps 500] [--warm-up 100] [--interval 1.0]
 
-Samples RSS and PSS of the control plane, the workers and Ray's own processes every second, and fits
-a line over the trainer steps after the warm-up. RSS counts shared pages in every process, PSS gives
-each its share of them; a worker that maps another version of the weights every step is judged by
-PSS. A process is flat if its PSS grows by less than 1 KB a step, or if what it grew by is within
-the noise of the fit (two standard errors).
+Samples the control plane, the workers and Ray's own processes every second. Each is judged by its
+anonymous memory, which is what it allocated itself: the least of it in each of ten equal parts of
+the run after the warm-up, and a line through these. What is leaked never goes away, so it lifts the
+least; keys and values, which follow the requests that run, do not. A process is flat if the line
+rises by less than 1 KB a step, or by less than twice its own error.
+
+Beside it stands the shared memory that a process has touched. Ray's object store is one mapping of
+a fixed size in every process that reads or writes weights; each new version may lie in another
+place of it, so what a process has touched grows until it is the whole store. Those pages are there
+once, whoever maps them, and `ray.object_store_bytes` bounds them.
 """
 
 import argparse
@@ -25,11 +30,12 @@ from pathlib import Path
 import psutil
 
 FLAT_KB = 1.0
+PARTS = 10
 
 
 @dataclass
 class Series:
-    """Samples of one process: (trainer step, RSS, PSS), in KB."""
+    """Samples of one process: (trainer step, anonymous, shared), in KB."""
 
     name: str
     samples: list[tuple[float, float, float]] = field(default_factory=list)
@@ -59,6 +65,18 @@ def name_of(process: psutil.Process) -> str:
     return "?"
 
 
+def resident(pid: int) -> tuple[float, float]:
+    """Anonymous and shared memory of a process, in KB."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError as error:
+        raise psutil.NoSuchProcess(pid) from error
+    sizes = dict(line.split(":") for line in lines if line.startswith("Rss"))
+    if not sizes:
+        raise psutil.NoSuchProcess(pid)  # it ended, and its parent has not asked how
+    return tuple(float(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
 def sample(
     run: psutil.Process, step: float, series: dict[int, Series], since: dict[int, float]
 ) -> None:
@@ -67,13 +85,13 @@ def sample(
         processes += run.children(recursive=True)
     for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            memory = process.memory_full_info()
+            anonymous, shared = resident(process.pid)
             since.setdefault(process.pid, process.create_time())
             if since[process.pid] != process.create_time():
                 continue  # another process under an old number
             one = series.setdefault(process.pid, Series(name_of(process)))
             one.name = name_of(process)
-            one.samples.append((step, memory.rss / 1024, memory.pss / 1024))
+            one.samples.append((step, anonymous, shared))
 
 
 def current_step(run_dir: Path) -> float:
@@ -108,6 +126,16 @@ def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
     return slope, math.sqrt(rest / max(len(points) - 2, 1) / spread)
 
 
+def least(samples: list[tuple[float, float, float]]) -> list[tuple[float, float]]:
+    """The sample with the least anonymous memory in each of `PARTS` equal parts: (step, KB)."""
+    first, last = samples[0][0], samples[-1][0]
+    parts: dict[int, list[tuple[float, float]]] = {}
+    for step, anonymous, _ in samples:
+        part = min(int(PARTS * (step - first) / max(last - first, 1)), PARTS - 1)
+        parts.setdefault(part, []).append((step, anonymous))
+    return [min(part, key=lambda row: row[1]) for part in parts.values()]
+
+
 def verdict(slope: float, error: float) -> str:
     if slope < FLAT_KB:
         return "flat"
@@ -116,21 +144,21 @@ def verdict(slope: float, error: float) -> str:
 
 def report(series: dict[int, Series], warm_up: int) -> bool:
     """Print a line a process; True if all are flat."""
-    print(f"{'process':34} {'pid':>8} {'samples':>8} {'RSS MB':>9} {'PSS MB':>9}", end="")
-    print(f" {'RSS KB/step':>12} {'PSS KB/step':>18}")
+    print(f"{'process':34} {'pid':>8} {'samples':>8} {'anonymous MB':>13} {'KB/step':>16}", end="")
+    print(f" {'shared MB':>21} {'KB/step':>8}")
     flat = True
     for pid, one in sorted(series.items(), key=lambda item: item[1].name):
         late = [row for row in one.samples if row[0] > warm_up]
-        if len({row[0] for row in late}) < 3:
+        if len({row[0] for row in late}) < 2 * PARTS:
             continue  # it came up for a moment
-        rss_slope, _ = fit([(step, rss) for step, rss, _ in late])
-        pss_slope, error = fit([(step, pss) for step, _, pss in late])
-        says = verdict(pss_slope, error)
+        slope, error = fit(least(late))
+        shared_slope, _ = fit([(step, shared) for step, _, shared in late])
+        says = verdict(slope, error)
         flat = flat and says != "GROWS"
-        rss, pss = late[-1][1] / 1024, late[-1][2] / 1024
+        _, anonymous, shared = late[-1]
         print(
-            f"{one.name[:34]:34} {pid:8} {len(late):8} {rss:9.1f} {pss:9.1f} "
-            f"{rss_slope:12.2f} {pss_slope:9.2f} ± {error:6.2f}  {says}"
+            f"{one.name[:34]:34} {pid:8} {len(late):8} {anonymous / 1024:13.1f} "
+            f"{slope:7.2f} ± {error:6.2f}  {says:17} {shared / 1024:9.1f} {shared_slope:8.2f}"
         )
     return flat
 

@@ -71,6 +71,17 @@ async def test_results_come_back_in_order(tmp_path):
         assert await engine.generate([], timeout_s=1) == []
 
 
+async def test_new_weights_are_packed_without_a_request_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("freewheel.engine.linear._PACK_MIN_ELEMENTS", 1)
+    monkeypatch.setattr("freewheel.engine.torch_engine._SETTLED_PER_STEP", 1)
+    async with _engine(tmp_path) as engine:
+        await _until(lambda: engine._engine.is_settled)
+        await engine.update_weights(1, bundle(make_model("llama_untied", seed=1)))
+        await _until(lambda: engine._engine.is_settled)
+        (result,) = await engine.generate([request("a", [5])], timeout_s=30)
+        assert set(result.versions.tolist()) == {1}
+
+
 async def test_at_the_deadline_what_there_is_comes_back(tmp_path, slow_steps):
     async with _engine(tmp_path) as engine:
         slow_steps.release(4)

@@ -351,22 +351,40 @@ def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
         TorchEngine.from_folder(config(), tmp_path)
 
 
-def test_packed_layers_agree_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("settled_per_step", [1, 1 << 24])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
+def test_layers_agree_before_and_while_and_after_they_are_packed(
+    name, settled_per_step, tmp_path, monkeypatch
+):
     monkeypatch.setattr("freewheel.engine.linear._PACK_MIN_ELEMENTS", 1)
-    engine, model = make_engine("llama_tied", tmp_path), make_model("llama_tied")
-    engine.update_weights(1, bundle(make_model("llama_tied", seed=1)))
+    # 1: one layer a step, so that requests run over layers of both kinds.
+    monkeypatch.setattr("freewheel.engine.torch_engine._SETTLED_PER_STEP", settled_per_step)
+    engine, model = make_engine(name, tmp_path), make_model(name)
+    run(engine, [request("x", [5, 6], max_tokens=3)])
+    engine.update_weights(1, bundle(make_model(name, seed=1)))
     engine.update_weights(2, bundle(model))
+    assert not engine.is_settled
     texts = prompts(5)
     results = run(engine, [request(str(i), p, seed=i) for i, p in enumerate(texts)])
+    assert engine.is_settled
     for i, prompt in enumerate(texts):
+        assert set(results[str(i)].versions.tolist()) == {2}
         _assert_logprobs(model, prompt, results[str(i)], SamplingParams(max_tokens=12))
 
 
-def test_the_engine_keeps_no_view_of_a_bundle(tmp_path):
-    for name, fast in (("llama_tied", True), ("gpt2", True)):
-        engine, model = make_engine(name, tmp_path / name, fast=fast), make_model(name)
+def test_the_engine_keeps_no_view_of_a_bundle_once_it_is_settled(tmp_path, monkeypatch):
+    for name, fast, packs_from in (
+        ("llama_tied", True, 1),
+        ("llama_tied", True, 1 << 30),
+        ("gpt2", True, 1),
+    ):
+        monkeypatch.setattr("freewheel.engine.linear._PACK_MIN_ELEMENTS", packs_from)
+        folder = tmp_path / f"{name}-{packs_from}"
+        engine, model = make_engine(name, folder, fast=fast), make_model(name)
         weights = kept(bundle(model))
         engine.update_weights(1, weights)
+        while not engine.is_settled:
+            engine.settle()
         for array in weights.arrays:
             array[:] = 0
         result = run(engine, [request("a", [5, 6])])["a"]

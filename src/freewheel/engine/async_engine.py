@@ -250,8 +250,11 @@ class AsyncEngine:
         """
         while True:
             try:
-                command = self._commands.get(block=not engine.can_step)
+                command = self._commands.get(block=engine.is_settled and not engine.can_step)
             except queue.Empty:
+                if not engine.can_step:
+                    engine.settle()
+                    continue
                 ended = engine.step()
                 # First the counters, then the results: whoever has the results sees them counted.
                 self._stats = engine.stats()

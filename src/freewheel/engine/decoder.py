@@ -54,7 +54,19 @@ class Decoder(Protocol):
     device: torch.device
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors in that were checked before. Tied ones may come under either name."""
+        """Take tensors that were checked before. Tied ones may come under either name.
+
+        They must not change until `is_settled`: a decoder may compute from them where they are.
+        """
+        ...
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to do that makes the loaded weights faster."""
+        ...
+
+    def settle(self, max_elements: int) -> None:
+        """Do a part of what is left: some `max_elements` numbers of the weights."""
         ...
 
     def forward(self, decode: DecodeInput, chunks: Sequence[ChunkInput]) -> torch.Tensor:

@@ -80,6 +80,14 @@ class GenericDecoder:
         for name, tensor in tensors.items():
             state[name].copy_(tensor)
 
+    @property
+    def is_settled(self) -> bool:
+        """True: loading leaves nothing to do."""
+        return True
+
+    def settle(self, max_elements: int) -> None:
+        """Nothing is left to do."""
+
     def forward(self, decode: DecodeInput, chunks: Sequence[ChunkInput]) -> torch.Tensor:
         """Logits of the decoded rows and of the last chunks."""
         parts = [self._decode(decode)] if decode.lengths else []

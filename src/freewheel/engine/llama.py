@@ -8,6 +8,7 @@ stand side by side: one complex product turns them all. Attention scores do not 
 queries and keys are permuted alike.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,9 +99,10 @@ class LlamaDecoder:
         self._norm = torch.empty(self.hidden_size, dtype=dtype, device=device)
         self._embed = torch.empty(self.vocab_size, self.hidden_size, dtype=dtype, device=device)
         self._head = Linear(dtype=dtype, device=device)
+        self._unpacked: deque[Linear] = deque()
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors in, under their Hugging Face names."""
+        """Take tensors, under their Hugging Face names; large matrices stay where they are."""
         embed = tensors.get("model.embed_tokens.weight")
         head = tensors.get("lm_head.weight", embed)
         embed = head if embed is None else embed
@@ -111,6 +113,20 @@ class LlamaDecoder:
         self._norm.copy_(tensors["model.norm.weight"])
         for i, layer in enumerate(self._layers):
             self._load_layer(layer, f"model.layers.{i}", tensors)
+        self._unpacked = deque(self._head.unpacked())
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                self._unpacked.extend(linear.unpacked())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every layer is packed that gains by it."""
+        return not self._unpacked
+
+    def settle(self, max_elements: int) -> None:
+        """Pack layers until they have so many numbers, at least one layer."""
+        while self._unpacked and max_elements > 0:
+            max_elements -= self._unpacked.popleft().pack()
 
     def forward(self, decode: DecodeInput, chunks: Sequence[ChunkInput]) -> torch.Tensor:
         """Logits of the decoded rows and of the last chunks."""

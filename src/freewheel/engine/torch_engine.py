@@ -28,6 +28,9 @@ NO_WEIGHTS = -1
 
 _MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens in one step: bounds how long running requests wait for their next token."""
+_SETTLED_PER_STEP = 1 << 24
+"""Numbers of the weights that are packed with a step: some 25 ms; SmolLM2 takes nine steps."""
+
 _SLACK_COLUMNS = 32
 """Least growth, where memory allows, of a rectangle that is laid out anew."""
 _SLACK_ROWS = 8
@@ -77,6 +80,11 @@ class TorchEngine:
     def can_step(self) -> bool:
         """Whether a step would compute anything."""
         return self._version != NO_WEIGHTS and self._scheduler.has_work
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `settle` has nothing to do."""
+        return self._decoder.is_settled
 
     @property
     def has_prefills(self) -> bool:
@@ -138,7 +146,8 @@ class TorchEngine:
         """Sample under new weights from the next token on; requests in flight go on.
 
         Their keys and values are computed anew, so that later logprobs are those of a forward pass
-        of the new weights over the whole sequence.
+        of the new weights over the whole sequence. What makes the new weights faster is done piece
+        by piece with the next steps (`settle`); until then they must not change where they lie.
 
         Raises:
             InvariantError: the bundle does not fit the model; the old weights stay.
@@ -154,11 +163,18 @@ class TorchEngine:
         """Compute one step; returns the requests that ended with it."""
         if not self.can_step:
             return []
+        self.settle()
         self._give_way()
         plan = self._scheduler.plan()
         logits_NV = self._forward(plan)
         self._num_steps += 1
         return self._sample(plan, logits_NV)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Do a part of what an update of the weights left for later, if anything is left."""
+        if not self._decoder.is_settled:
+            self._decoder.settle(_SETTLED_PER_STEP)
 
     def _limits(self, max_prefill_tokens: int) -> Limits:
         rollout = self._rollout

@@ -10,12 +10,13 @@ import logging
 import os
 import secrets
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import psutil
 import ray
+from ray._private import parameter as ray_parameter
 from ray._private import ray_constants as ray_constants_module
 from ray._private import worker as ray_worker
 
@@ -137,11 +138,7 @@ class Cluster:
             # A token of this process alone; otherwise Ray writes one into the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         self._temp_dir = TempDir()
-        # Without this Ray replaces 127.0.0.1 by an address that other machines reach, and whoever
-        # reaches the ports of a Ray without tokens (before 2.50) can run code here.
-        cluster_enabled = ray_constants.ENABLE_RAY_CLUSTER
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        try:
+        with _settings_that_init_lacks():
             _init(
                 address="local",
                 num_cpus=self._num_cpus,
@@ -150,8 +147,6 @@ class Cluster:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(self._temp_dir.path),
             )
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = cluster_enabled
 
     def _disconnect(self) -> None:
         """Undo `_connect`."""
@@ -183,6 +178,33 @@ class Cluster:
                 if any(folder in argument for argument in child.cmdline()):
                     found += [child, *child.children(recursive=True)]
         return found
+
+
+class _LeanParams(ray_parameter.RayParams):
+    """Ray's parameters without two processes that a cluster of our own has no use for.
+
+    They are the autoscaler's monitor and the one that sends logs to the driver, which asks for
+    none: 0.6 s of CPU time at each start and 70 MB each.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.no_monitor = True
+        self.include_log_monitor = False
+
+
+@contextlib.contextmanager
+def _settings_that_init_lacks() -> Iterator[None]:
+    """What `ray.init` has no option for, while it runs."""
+    cluster_enabled, params = ray_constants.ENABLE_RAY_CLUSTER, ray_parameter.RayParams
+    # Otherwise Ray replaces 127.0.0.1 by an address that other machines reach, and whoever reaches
+    # the ports of a Ray without tokens (before 2.50) can run code here.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    ray_parameter.RayParams = _LeanParams
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER, ray_parameter.RayParams = cluster_enabled, params
 
 
 def _init(**options: object) -> None:
