@@ -4,7 +4,9 @@ A trainer process publishes the model's weights into Ray's object store, and the
 process with the embedded engine, load them. In between, in this process, the same number of bytes
 is copied from one buffer to another. The table shows medians (least to most) of the rounds, and
 both steps as multiples of that copy in the same round. "sync" is from the trainer's start of
-publishing to the last replica's answer; "per replica" is that divided by the number of replicas.
+publishing to the last replica's answer, which samples under the new weights from then on; "per
+replica" is that divided by the number of replicas. Replicas pack the weights afterwards, so the
+next round begins when the machine has been left alone for a while.
 
     python benchmarks/weight_sync.py                     # SmolLM2-135M, two replicas
     python benchmarks/weight_sync.py --model recipes/tiny
@@ -31,6 +33,9 @@ from freewheel.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
+
+PAUSE_S = 1.5
+"""Between two rounds; steps of a run are further apart."""
 
 LIKE_SMOLLM2 = LlamaConfig(
     vocab_size=49152,
@@ -91,6 +96,7 @@ async def measure(folder, args):
         source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
         rounds = []
         for version in range(1, args.repeats + 1):
+            await asyncio.sleep(PAUSE_S)
             copy_s = time_copy(source, target)
             publish_s, load_s, _ = await sync_once(trainer, replicas, version)
             rounds.append((copy_s, publish_s, load_s))

@@ -1,9 +1,10 @@
 """New weights while requests run: packed at once, or piece by piece with the steps that follow.
 
-One embedded engine with all its rows running gets new weights and goes on for some tokens. Rounds
+One embedded engine gets new weights when all its rows have some tokens, and goes on. Rounds
 alternate between the engine as it is, which samples first and packs meanwhile, and one that packs
 everything before its next token. The table shows medians (least to most): until the update
-returned, until the first token after it (with all keys and values computed anew), until the last.
+returned, until all rows had a token after it (their keys and values are computed anew), and until
+their last.
 
     python benchmarks/weight_update.py          # the shape of SmolLM2-135M, 32 rows, 24 tokens
 """
@@ -26,41 +27,45 @@ from freewheel.engine.torch_engine import TorchEngine
 from freewheel.types import GenerationRequest, SamplingParams
 from freewheel.weights import pack_weights
 
-PROMPT_TOKENS = 32
+PROMPT_TOKENS = 64
+TOKENS_BEFORE = 8
 
 
 def make_engine(folder, args):
-    """An engine whose rows never end, and the weights."""
-    rounds = 2 * args.repeats + 2
+    """An engine, and weights for it."""
     config = Config(
         rollout=RolloutConfig(
             max_prompt_length=PROMPT_TOKENS,
-            max_response_length=1024,
+            max_response_length=TOKENS_BEFORE + args.tokens,
             max_num_seqs=args.rows,
-            kv_cache_bytes=4 << 30,
+            kv_cache_bytes=2 << 30,
             device="cpu",
             dtype="float32",
         )
     )
     loaded = load_model(config, folder)
     torch.set_num_threads(args.threads)
-    engine = TorchEngine(config, loaded.without_eos())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    weights = pack_weights(model.named_parameters())
-    engine.update_weights(0, weights)
-    for row in range(args.rows):
+    return TorchEngine(config, loaded.without_eos()), pack_weights(model.named_parameters())
+
+
+def begin(engine, rows, max_tokens):
+    """New requests, with their first tokens, under weights that are packed."""
+    for row in range(rows):
         engine.add(
             GenerationRequest(
                 request_id=str(row),
                 prompt_token_ids=np.full(PROMPT_TOKENS, 5 + row, dtype=np.int32),
-                sampling=SamplingParams(max_tokens=(args.tokens + 1) * rounds, seed=row),
+                sampling=SamplingParams(max_tokens=max_tokens, seed=row),
             )
         )
-    return engine, weights
+    go_on(engine, TOKENS_BEFORE)
+    while not engine.is_settled:
+        engine.settle()
 
 
 def go_on(engine, tokens):
-    """Step until the first row has a token, then until it has all; both times in seconds."""
+    """Step until all rows have a token, then until they have all; both times in seconds."""
     start = time.perf_counter()
     while engine.has_prefills:
         engine.step()
@@ -96,9 +101,10 @@ def main():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(LIKE_SMOLLM2).save_pretrained(folder)
         engine, weights = make_engine(Path(folder), args)
-    go_on(engine, args.tokens)
+    engine.update_weights(0, weights)
     for version in range(1, 2 * args.repeats + 1):
         name = list(rows)[version % 2]
+        begin(engine, args.rows, TOKENS_BEFORE + args.tokens)
         updated = update(engine, version, weights, at_once=name == "at once")
         first, last = go_on(engine, args.tokens)
         rows[name].append((updated, updated + first, updated + last))
