@@ -15,7 +15,7 @@ from freewheel.engine.generic import GenericDecoder
 from freewheel.engine.llama import LlamaDecoder, is_llama_like
 from freewheel.errors import ConfigError, InvariantError
 
-_PARAMETERS_PER_THREAD = 4_000_000
+_PARAMETERS_PER_THREAD = 400_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,9 @@ class LoadedModel:
     def num_useful_threads(self, limit: int) -> int:
         """How many of `limit` CPU threads make a step faster: at least one.
 
-        Threads meet several times in each layer, and a small layer is done before they have met:
-        a model of 0.8 million parameters took 3 ms a step with one thread, 10 with two.
+        Threads meet several times in each layer, and a small layer is done before they have met. A
+        model of 0.8 million parameters takes 2.3 ms a step of 32 rows with one thread and 1.8 with
+        two; where other programs keep the cores busy, 5 and 7.
         """
         return max(1, min(limit, self.weight_names.num_parameters // _PARAMETERS_PER_THREAD))
 
