@@ -161,7 +161,8 @@ class TrainerCore:
         """The current weights in the rollout engine's number format, tied ones once.
 
         Of an adapter its factors in float32: replicas merge, and convert what they have merged.
-        The bundle may be the trainer's own memory: it is to be used before the next step.
+        The bundle may be the trainer's own memory: whoever reads it after the next step, as an
+        engine does until it is settled, needs a copy. Sending it to another process makes one.
         Collective over ranks; only rank 0's bundle holds tensors.
         """
         weights = (
