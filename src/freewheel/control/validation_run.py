@@ -149,7 +149,7 @@ class ValidationRun:
     async def _pinned(self) -> AsyncIterator[None]:
         exclusive = self._placement.mode == "exclusive"
         if exclusive:
-            self._admission.hold(self._name)
+            self._admission.hold(self._name, open_groups_too=True)
         try:
             if exclusive:
                 await self._drain_rollouts()
