@@ -82,7 +82,11 @@ class Slot:
 
 
 class Pool:
-    """All replicas of a run. See the module's docstring."""
+    """All replicas of a run. See the module's docstring.
+
+    Attributes:
+        num_updates: loads of weights that have begun.
+    """
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class Pool:
         self.changed = changed
         self._now_s = now_s
         self.latest = NO_VERSION
+        self.num_updates = 0
         self._capacity = capacity
         self._partial_rollout = partial_rollout
         roles = [Role.SHARED] * num_shared + [Role.DEDICATED] * num_dedicated
@@ -162,6 +167,7 @@ class Pool:
     def begin_update(self, replica_id: int, version: int) -> None:
         """The replica starts to load a version."""
         self.slots[replica_id].updating_to = version
+        self.num_updates += 1
 
     def end_update(self, replica_id: int, version: int) -> None:
         """The replica holds the version now."""
@@ -175,6 +181,12 @@ class Pool:
         """The version could not be had; the replica is as it was."""
         self.slots[replica_id].updating_to = None
         self.changed.notify()
+
+    @property
+    def is_syncing(self) -> bool:
+        """True while a replica loads a version, or should."""
+        loading = any(slot.updating_to is not None for slot in self.slots.values())
+        return loading or any(self.due_update(i) is not None for i in self.slots)
 
     def _changes_version(self, slot: Slot) -> bool:
         """True if it loads a version, or waits to, that no rollout may see beside its present one.
