@@ -248,9 +248,8 @@ class Pool:
         candidates = [
             slot
             for slot in (self.slots[i] for i in sorted(pin.replica_ids))
-            if slot.version == pin.version
+            if self._takes_trials(slot, pin)
             and slot.updating_to is None
-            and (slot.role is Role.DEDICATED or not self._rollouts_come_first())
             and len(slot.leases) < self._capacity
             and slot.num_leases(Purpose.VALIDATION) < self._validation_capacity(slot)
         ]
@@ -344,9 +343,14 @@ class Pool:
         pin.replica_ids.discard(replica_id)
         self.changed.notify()
 
-    def is_held(self, pin: Pin) -> bool:
-        """True if a replica of the pin has its version."""
-        return any(self.slots[i].version == pin.version for i in pin.replica_ids)
+    def is_placed(self, pin: Pin) -> bool:
+        """True if a replica of the pin has its version and is not kept for rollouts."""
+        return any(self._takes_trials(self.slots[i], pin) for i in pin.replica_ids)
+
+    def _takes_trials(self, slot: Slot, pin: Pin) -> bool:
+        """True if trials may run on this replica of a pin, now or as soon as it has a slot."""
+        is_kept = slot.role is Role.SHARED and self._rollouts_come_first()
+        return slot.version == pin.version and not is_kept
 
     def idle_pinned(self, pin: Pin) -> list[int]:
         """Pinned replicas on which nothing of the validation runs any more."""

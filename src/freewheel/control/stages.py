@@ -77,10 +77,10 @@ def make_stages(
         return pool.num_leases(Purpose.TRAINING) > 0 and workers.num_serving > 0
 
     def is_validating() -> bool:
-        # Not while an exclusive one waits for rollouts: they are the rollout stage's. Nor while one
-        # that a resume takes up waits for its replicas to start.
+        # Not while it waits for rollouts to drain (they are the rollout stage's), or for a replica
+        # to start and load its version.
         run = validator.current
-        return run is not None and not (run.is_draining or run.is_rejoining)
+        return run is not None and run.has_begun
 
     return [
         Stage(
