@@ -157,3 +157,109 @@ def test_a_copy_is_made_again_also_after_trajectories_were_lost():
     run = simulate(patient(small_config(save_freq=3)), SimSettings(seed=6), act=act)
     assert run.end.exit_code == 0, run.end.cause
     assert run.end.summary["checkpoints"] == [3, 6, 8]
+
+
+def loads_fail(version, *, after_s, again_s):
+    """For `act`: the first publication of a version cannot be had, and is slow when it is renewed.
+
+    The failing load takes `after_s`, those of the second publication `again_s`.
+    """
+    first = []
+
+    def act(_controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+            update = fake.update_weights
+
+            async def update_weights(weights):
+                if weights.version == version and not first:
+                    first.append(weights)
+                if first and weights is first[0]:
+                    await asyncio.sleep(after_s)
+                    raise WeightsLostError("node lost")
+                if weights.version == version:
+                    await asyncio.sleep(again_s)
+                await update(weights)
+
+            fake.update_weights = update_weights
+            return fake
+
+        backend.replica = replica
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("startup_s", "after_s", "again_s"),
+    [(45.0, 0.0, 0.0), (0.2, 28.0, 28.0)],
+    ids=["a long replacement", "a short one between two long loads"],
+)
+def test_weights_that_are_being_published_again_are_no_stall(startup_s, after_s, again_s):
+    """The limit of a load is 30 s, with twice the grace 40 s: less than trainer and loads take."""
+    config = patient(small_config(save_freq=0, test_freq=0))
+    config = replace(config, async_training=replace(config.async_training, max_staleness=4))
+    settings = SimSettings(seed=3, startup_s=startup_s, train_step_s=0.1, publish_s=0.01)
+    reports = Reports()
+    act = loads_fail(2, after_s=after_s, again_s=again_s)
+    run = simulate(config, settings, act=act, reporter=reports)
+    assert run.end.exit_code == 0, run.end.cause
+    assert reports.sentences == []
+    assert run.end.summary["restarts"] == 1
+    assert num_events(run, "weights_lost") > 0
+
+
+SHORT_BUT_FOR_CHECKPOINTS = {
+    "startup_timeout_s": 30.0,
+    "train_step_timeout_s": 30.0,
+    "sync_timeout_s": 30.0,
+    "checkpoint_timeout_s": 600.0,
+}
+"""A start and a step take at most 60 s together, with twice the grace 70 s."""
+
+
+def test_a_replacement_that_waits_for_a_long_commit_is_no_stall():
+    trainers, reports = Trainers(0, chance=0.0), Reports()
+    commits = []
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        commit = controller.roles.checkpointer._store.commit
+
+        async def slow_commit(step, control):
+            if not commits:
+                asyncio.get_running_loop().call_later(1.0, trainers.all[0].kill)
+            commits.append(step)
+            await asyncio.sleep(100.0)
+            return await commit(step, control)
+
+        controller.roles.checkpointer._store.commit = slow_commit
+
+    config = patient(small_config(save_freq=4, test_freq=0), **SHORT_BUT_FOR_CHECKPOINTS)
+    settings = SimSettings(seed=2, train_step_s=1.0, write_s=0.5)
+    run = simulate(config, settings, act=act, reporter=reports)
+    assert run.end.exit_code == 0, run.end.cause
+    assert reports.sentences == []
+    assert len(trainers.all) == 2
+
+
+def test_a_replacement_that_makes_a_long_copy_again_is_no_stall():
+    trainers, reports = Trainers(0, chance=0.0), Reports()
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        first = trainers.all[0]
+
+        async def die(*_):
+            first.kill()
+            raise TrainerLostError("died")
+
+        first.write_state = die
+
+    config = patient(small_config(save_freq=4, test_freq=0), **SHORT_BUT_FOR_CHECKPOINTS)
+    settings = SimSettings(seed=2, train_step_s=1.0, write_s=0.5, copy_s=100.0)
+    run = simulate(config, settings, act=act, reporter=reports)
+    assert run.end.exit_code == 0, run.end.cause
+    assert reports.sentences == []
+    assert len(trainers.all) == 2

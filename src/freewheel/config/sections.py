@@ -326,7 +326,8 @@ class ValidationConfig:
     trial_timeout_s: Seconds | None = None
     """Wall-clock limit of one trial. Unset: `rollout.timeout_s`."""
     timeout_s: Seconds = 1800.0
-    """Wall-clock limit of a whole validation; at it the result is reported as partial."""
+    """Wall-clock limit of a whole validation, from when a replica has its version and takes its
+    trials; at it the result is reported as partial."""
     max_queued: CountOrZero = 1
     """Validations that may wait for the running one; what is due beyond is skipped, with the
     reason recorded."""

@@ -45,7 +45,7 @@ class Controller:
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
         validate_only: no training, one validation; the run fails if that gives no score.
-        reporter: keeps the evidence when the watchdog finds a stall; None: no watchdog.
+        reporter: keeps the evidence when the watchdog finds a stall; None: no health loops.
         started_s: run time at which this process takes over (0 for a new run), in seconds.
         on_status: is given the state of the run every `logging.interval_s`; must return at once.
     """
@@ -216,22 +216,22 @@ class Controller:
             reporter=self._reporter,
             arrivals=self.roles.restarts.arrivals,
         )
-        if action == "off":
-            return {"process-watch": processes.run()}
-        watch = Watchdog(
-            self.roles.stages, action=action, waits=self.roles.waits, reporter=self._reporter
-        )
         replicas = ReplicaHealth(
             pool=self.roles.pool,
             health=self.config.health,
             waits=self.roles.waits,
             recorder=self._recorder,
         )
-        return {
-            "watch": watch.run(),
+        loops: dict[str, Coroutine[Any, Any, None]] = {
             "replica-health": replicas.run(),
             "process-watch": processes.run(),
         }
+        if action == "off":
+            return loops
+        watch = Watchdog(
+            self.roles.stages, action=action, waits=self.roles.waits, reporter=self._reporter
+        )
+        return {"watch": watch.run(), **loops}
 
     async def _guard(
         self, name: str, loop: Coroutine[Any, Any, None], *, may_end: bool = False
