@@ -10,7 +10,6 @@ from typing import Any
 
 from freewheel.unicode_text import well_formed
 
-
 _SURROGATE = "\\ud"
 """How the escape of a surrogate begins in JSON."""
 
@@ -61,6 +60,15 @@ def make_folder(path: Path) -> None:
     """Make a folder and those above it, if need be."""
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)
+
+
+def make_subfolder(path: Path) -> None:
+    """Make a folder in one that exists, if need be.
+
+    Raises:
+        OSError: among others if the one above it is missing, as where it was made elsewhere.
+    """
+    path.mkdir(exist_ok=True)
 
 
 def move(source: Path, target: Path) -> None:

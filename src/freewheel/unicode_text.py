@@ -1,7 +1,7 @@
 """Text that every reader takes: user code hands over Python strings, which need not be Unicode.
 
-A lone surrogate (half of an emoji in a model's JSON, a byte of a file name that is not UTF-8) cannot
-be encoded as UTF-8, and strict readers of JSON refuse its escape.
+A lone surrogate (half of an emoji in a model's JSON, a byte of a file name that is not UTF-8)
+cannot be encoded as UTF-8, and strict readers of JSON refuse its escape.
 """
 
 

@@ -38,7 +38,9 @@ def run(tmp_path, monkeypatch):
     config = load_config(None, [])
     folder = RunFolder.create(tmp_path / "run", config)
     monkeypatch.setattr(app, "RayBackend", lambda *args, **options: Fake())
-    yield lambda recorder: app._Run(config, folder, recorder, None, tmp_path)
+    yield lambda recorder: app._Run(
+        config, folder, clock=folder.clock(), recorder=recorder, progress=None, model_path=tmp_path
+    )
     folder.close()
 
 
