@@ -151,7 +151,7 @@ def test_nothing_of_the_trainer_at_all_is_refused(tmp_path):
         await store.begin(5)
         await store.commit(5, control_state(5))
 
-    with pytest.raises(CheckpointError, match="has not written hf/config.json, hf/model"):
+    with pytest.raises(CheckpointError, match=r"has not written hf/config\.json, hf/model"):
         asyncio.run(run())
     assert list_checkpoints(tmp_path) == []
 
