@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freewheel.checkpoint import FileCheckpointStore, read_checkpoint
@@ -49,6 +49,8 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
+@example({"\ud83d": [float("nan")]})
+@example(["\ud83d", "\\ud83d"])
 def test_json_of_anything_is_read_by_strict_readers(value):
     from pydantic_core import from_json
 
