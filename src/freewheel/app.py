@@ -39,7 +39,7 @@ from freewheel.models import resolve_model
 from freewheel.progress import Progress, make_progress
 from freewheel.recorder import FileRecorder
 from freewheel.resuming import take_up
-from freewheel.run_folder import RunFolder
+from freewheel.run_folder import RunClock, RunFolder
 from freewheel.status import RunStatus
 from freewheel.stop_deadline import StopDeadline
 from freewheel.threads import CallThread
@@ -111,8 +111,9 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
         The exit code: `NoScoreError`'s if no trial was scored.
     """
     due, model = ValidateOnly(step=0, version=0), target
-    if (Path(target) / "control.json").is_file():
-        checkpoint = read_checkpoint(Path(target))
+    place = Path(target).expanduser().absolute()
+    if (place / "control.json").is_file():
+        checkpoint = read_checkpoint(place)
         state = checkpoint.control["train"]
         # The checkpoint is cut before its weights are published: they are the next version.
         version = state["version"] + int(state["steps_since_publish"] > 0)
@@ -151,11 +152,12 @@ def _run(
 ) -> RunEnd:
     resumed_step = None if resume is None else resume.control["train"]["step"]
     sinks = make_sinks(config, folder, resumed_step=resumed_step)
-    recorder = FileRecorder(folder, sinks=sinks)
+    clock = folder.clock(at_least_s=0.0 if resume is None else resume.control["run_s"])
+    recorder = FileRecorder(folder, clock=clock, sinks=sinks)
     sys.stderr.write(f"run folder: {folder.path}\n")
     progress = make_progress(config.logging.progress)
     summary = None
-    run = _Run(config, folder, recorder, progress, model)
+    run = _Run(config, folder, clock=clock, recorder=recorder, progress=progress, model_path=model)
     try:
         with asyncio.Runner() as runner:
             end = runner.run(run.run(resume, validate_only))
@@ -173,17 +175,18 @@ class _Run:
         self,
         config: Config,
         folder: RunFolder,
+        *,
+        clock: RunClock,
         recorder: FileRecorder,
         progress: Progress,
         model_path: Path,
     ) -> None:
         self._config = config
         self._folder = folder
+        self._clock = clock
         self._recorder = recorder
         self._progress = progress
-        logs = folder.path / "logs"
-        logs.mkdir(exist_ok=True)
-        self._backend = RayBackend(config, model_path, log_dir=logs)
+        self._backend = RayBackend(config, model_path, log_dir=folder.make_logs())
         self._num_signals = 0
         self._first_signal_s = 0.0
         self._stopped = asyncio.Event()
@@ -206,12 +209,14 @@ class _Run:
             backend=self._backend,
             recorder=self._recorder,
             checkpoints=FileCheckpointStore(
-                self._folder.checkpoints_path, keep=self._config.checkpoint.keep
+                self._folder.checkpoints_path,
+                keep=self._config.checkpoint.keep,
+                on_not_removed=self._report_not_removed,
             ),
             resume=resume,
             validate_only=validate_only,
             reporter=reporter,
-            started_s=self._folder.clock().t_s(),
+            started_s=self._clock.t_s(),
             on_status=self._show,
         )
         self._controller = controller
@@ -269,6 +274,10 @@ class _Run:
             raise StartupError(
                 f"Ray did not come up within {limit_s:g} s (health.startup_timeout_s)"
             )
+
+    def _report_not_removed(self, path: Path, error: OSError) -> None:
+        """An old checkpoint stays: it costs room, and not the run. In the store's thread."""
+        self._recorder.event("checkpoint_not_removed", path=str(path), error=str(error))
 
     def _show(self, status: RunStatus) -> None:
         self._recorder.status(status)

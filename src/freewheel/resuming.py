@@ -41,7 +41,7 @@ def take_up(folder: RunFolder, config: Config, model: Path, step: int | None) ->
     Raises:
         ConfigError: there is no checkpoint of that step.
         CheckpointError: it is broken, or does not fit; nothing was changed.
-        RecordError: the records have fewer rows than the checkpoint knew.
+        RecordError: the records have fewer rows than the checkpoint knew, or the disk fails.
     """
     root = folder.checkpoints_path
     try:

@@ -5,13 +5,14 @@ files that tell the story of training (`CUT_FILES`) are cut back to the checkpoi
 is cut, checkpoints that are newer, and a line that a crash left half-written go to `superseded/`.
 """
 
+import contextlib
 import fcntl
 import io
 import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +34,8 @@ class RunClock:
 
     Args:
         time_origin: wall-clock time of the first start, in seconds since the epoch.
+        at_least_s: where it goes on if the wall clock was set back since; what an earlier life
+            has recorded.
         wall: the wall clock.
         monotonic: the clock that the wall clock's jumps do not reach.
     """
@@ -41,13 +44,14 @@ class RunClock:
         self,
         time_origin: float,
         *,
+        at_least_s: float = 0.0,
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.time_origin = time_origin
         self.wall = wall
         self.monotonic = monotonic
-        self._offset_s = max(0.0, wall() - time_origin) - monotonic()
+        self._offset_s = max(at_least_s, wall() - time_origin) - monotonic()
 
     def t_s(self) -> float:
         """Seconds since the run's first start."""
@@ -78,7 +82,8 @@ class RunFolder:
     """A run folder. Make one by `create`, `resume` (both lock it) or `look` (read only)."""
 
     def __init__(self, path: Path, lock: io.TextIOWrapper | None = None) -> None:
-        self.path = path
+        # Workers have another working directory, perhaps on another machine.
+        self.path = path.absolute()
         self._lock = lock
 
     @classmethod
@@ -87,13 +92,22 @@ class RunFolder:
 
         Raises:
             ConfigError: the folder holds a run, is in use, or cannot be made.
+            RecordError: it takes no files.
         """
         cls.check_free(path)
         folder = cls(path, _lock_folder(path))
-        origin = {"time_origin": time.time(), "host": socket.gethostname()}
-        write_atomic(folder.origin_path, dump_json(origin) + "\n")
-        folder.write_config(config)
+        try:
+            folder._begin(config)
+        except RecordError:
+            folder.close()
+            raise
         return folder
+
+    def _begin(self, config: Config) -> None:
+        origin = {"time_origin": time.time(), "host": socket.gethostname()}
+        with _writing(self.origin_path):
+            write_atomic(self.origin_path, dump_json(origin) + "\n")
+        self.write_config(config)
 
     @staticmethod
     def check_free(path: Path) -> None:
@@ -116,6 +130,7 @@ class RunFolder:
 
         Raises:
             ConfigError: the folder holds no run, or is in use.
+            RecordError: it takes no files.
         """
         folder = cls.look(path)
         folder._lock = _lock_folder(path)
@@ -164,17 +179,45 @@ class RunFolder:
         """One of the files in `ROW_FILES`."""
         return self.path / f"{name}.jsonl"
 
-    def clock(self) -> RunClock:
-        """A clock that counts from the run's first start."""
-        return RunClock(json.loads(self.origin_path.read_text(encoding="utf-8"))["time_origin"])
+    def clock(self, *, at_least_s: float = 0.0) -> RunClock:
+        """A clock that counts from the run's first start.
+
+        Args:
+            at_least_s: what it shows now or more, in seconds: the time that a checkpoint was cut.
+        """
+        origin = json.loads(self.origin_path.read_text(encoding="utf-8"))["time_origin"]
+        return RunClock(origin, at_least_s=at_least_s)
+
+    def make_logs(self) -> Path:
+        """The folder for what worker processes print, made if need be.
+
+        Raises:
+            RecordError: it cannot be.
+        """
+        logs = self.path / "logs"
+        with _writing(logs):
+            logs.mkdir(exist_ok=True)
+        return logs
 
     def read_config(self) -> Config:
         """The resolved configuration."""
         return load_config(self.config_path)
 
     def write_config(self, config: Config) -> None:
-        """Replace the resolved configuration."""
-        write_atomic(self.config_path, dump_config(config))
+        """Replace the resolved configuration; another one that was there goes to `superseded/`.
+
+        Raises:
+            RecordError: it cannot be written; what was there before is untouched.
+        """
+        text = dump_config(config)
+        with _writing(self.config_path):
+            before = self.config_path.read_bytes() if self.config_path.exists() else None
+            if before == text.encode():
+                return
+            if before is not None:
+                # A copy, not a move: a folder without config.yaml holds no run.
+                write_atomic(self._superseded("config", ".yaml"), before.decode())
+            write_atomic(self.config_path, text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`. Blocks until it is on disk."""
@@ -191,14 +234,20 @@ class RunFolder:
         write_atomic(self.status_path, text, durable=False)
 
     def read_status(self) -> LastStatus | None:
-        """What the run said of itself last, if it ever did."""
-        found = _read_json(self.status_path)
-        if found is None:
+        """What the run said of itself last; None if it never did, or the file is none of ours.
+
+        A crash of the machine may leave an empty one: it is not brought to disk each time.
+        """
+        try:
+            found = json.loads(self.status_path.read_text(encoding="utf-8"))
+            return LastStatus(
+                status=RunStatus.from_json(dump_json(found["status"])),
+                updated=float(found["updated"]),
+                pid=int(found["pid"]),
+                host=str(found["host"]),
+            )
+        except (FileNotFoundError, ValueError, TypeError, LookupError):
             return None
-        status = RunStatus.from_json(dump_json(found["status"]))
-        return LastStatus(
-            status=status, updated=found["updated"], pid=found["pid"], host=found["host"]
-        )
 
     def is_in_use(self) -> bool:
         """Whether a process on a machine that shares this file system holds the lock."""
@@ -298,6 +347,21 @@ def resolve_run_dir(config: Config, *, now: datetime | None = None) -> Path:
     return Path(name).expanduser()
 
 
+@contextlib.contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """Name what the disk does not take.
+
+    Raises:
+        RecordError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"{error.filename or path}: cannot be written: {error.strerror or error}"
+        ) from error
+
+
 def _lock_path(path: Path) -> Path:
     return path / ".lock"
 
@@ -316,9 +380,15 @@ def _lock_folder(path: Path) -> io.TextIOWrapper:
         holder = file.read().strip() or "another process"
         file.close()
         raise ConfigError(f"run folder {path} is in use by {holder}") from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        with _writing(_lock_path(path)):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+    except RecordError:
+        with contextlib.suppress(OSError):
+            file.close()  # tries to write once more
+        raise
     return file
 
 

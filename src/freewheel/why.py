@@ -21,11 +21,21 @@ ADVICE = {
     5: "See the lost worker's log (logs/); out of memory is the commonest cause. Then resume.",
     6: "Look at the last rows of metrics.jsonl (actor/grad_norm, rollout_corr/kl); a lower "
     "learning rate is the commonest remedy. Resume from the last checkpoint.",
-    7: "Free or mend the disk that the message names, then resume: earlier checkpoints are whole.",
+    7: "If something cannot be written, or not in time: free or mend the disk that the message "
+    "names, then resume; earlier checkpoints are whole. If a checkpoint is broken: freewheel "
+    "checkpoints RUN_DIR --verify tells which are whole, freewheel resume RUN_DIR --from STEP "
+    "takes another. If it does not fit: resume with the model, the data and the settings that it "
+    "was made with.",
     8: "A bug of Freewheel: please report it, with the run's events.jsonl.",
     9: "Correct the data that the message names.",
     10: "A bug of Freewheel: please report it, with the run's events.jsonl.",
-    11: "Free or mend the disk of the run folder, then resume.",
+    11: "Free or mend the disk of the run folder, then resume. If records have fewer lines than "
+    "the checkpoint knew: put them back from superseded/, or resume from an earlier checkpoint.",
+    12: "See why the trials failed (n_failed in validations.jsonl, the workers' logs under logs/), "
+    "mend that, and validate again.",
+    13: "See engine_mismatch/* in metrics.jsonl: a large difference means wrong weights or another "
+    "model in the engine; one that rounding explains (bfloat16: a few hundredths) wants a higher "
+    "health.max_logprob_difference.",
 }
 
 
@@ -55,7 +65,7 @@ def explain(folder: RunFolder, *, now_s: float | None = None) -> Explanation:
         return Explanation(
             doing="It has only begun, or ended before its first sign of life.",
             waiting_for="Unknown.",
-            because="There is no status yet.",
+            because="It has left no status, or none that can be read.",
             advice=f"See {folder.path / 'events.jsonl'} and {folder.path / 'logs'}.",
         )
     if not folder.is_in_use():

@@ -2,12 +2,15 @@
 
 import json
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from freewheel import app
 from freewheel.config import load_config
 from freewheel.control.run_end import RunEnd, make_run_end, with_error
+from freewheel.control.run_state import ResumePoint
 from freewheel.errors import RecordError, StalledError
 from freewheel.run_folder import RunFolder
 from freewheel.stop_deadline import StopDeadline
@@ -38,7 +41,9 @@ def run(tmp_path, monkeypatch):
     config = load_config(None, [])
     folder = RunFolder.create(tmp_path / "run", config)
     monkeypatch.setattr(app, "RayBackend", lambda *args, **options: Fake())
-    yield lambda recorder: app._Run(config, folder, recorder, None, tmp_path)
+    yield lambda recorder: app._Run(
+        config, folder, clock=folder.clock(), recorder=recorder, progress=None, model_path=tmp_path
+    )
     folder.close()
 
 
@@ -48,6 +53,81 @@ def ended(error=None, signal=None) -> RunEnd:
 
 def summary(run) -> dict:
     return json.loads((run._folder.path / "summary.json").read_text())
+
+
+class Recording(Fake):
+    """Keeps events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, dict[str, str]]] = []
+
+    def event(self, name, **fields):
+        self.events.append((name, fields))
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_that_cannot_be_removed_is_an_event(run, monkeypatch):
+    stores = []
+
+    class Store:
+        def __init__(self, root, *, keep, on_not_removed):
+            stores.append(on_not_removed)
+
+    async def no_controller(self, controller):
+        return ended()
+
+    monkeypatch.setattr(app, "FileCheckpointStore", Store)
+    monkeypatch.setattr(app, "Controller", lambda *args, **options: QuietController())
+    monkeypatch.setattr(app._Run, "_run_controller", no_controller)
+    recorder = Recording()
+    running = run(recorder)
+    running._show = lambda status: None
+    running._backend.local_processes = dict
+    await running.run(None, None)
+    stores[0](Path("/run/step_000005"), OSError(39, "Directory not empty"))
+    fields = {"path": "/run/step_000005", "error": "[Errno 39] Directory not empty"}
+    assert recorder.events == [("checkpoint_not_removed", fields)]
+
+
+class QuietController:
+    """One that has ended."""
+
+    def status(self):
+        return None
+
+    def stop(self, name):
+        raise AssertionError(name)
+
+
+def test_a_resumed_run_s_clock_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    """Also if the wall clock was set back meanwhile; the recorder's is the same one."""
+    config = load_config(None, ["logging.progress=none"])
+    folder = RunFolder.create(tmp_path / "run", config)
+    origin = json.dumps({"time_origin": time.time() + 3600})
+    folder.origin_path.write_text(origin)
+    clocks, recorders = [], []
+
+    class Run:
+        deadline = StopDeadline(1.0, lambda: None)
+
+        def __init__(self, config, folder, *, clock, recorder, **options):
+            clocks.append(clock)
+            recorders.append(recorder)
+
+        async def run(self, resume, validate_only):
+            recorders[0].event("x")
+            await recorders[0].aclose()
+            return ended()
+
+    monkeypatch.setattr(app, "_Run", Run)
+    control = {"run_s": 500.0, "train": {"step": 3}}
+    point = ResumePoint(folder=tmp_path, control=control)
+    app._run(config, folder, model=tmp_path, resume=point)
+    assert 500 <= clocks[0].t_s() < 560
+    event = json.loads(folder.rows_path("events").read_text())
+    assert 500 <= event["t_s"] < 560
+    folder.close()
 
 
 @pytest.mark.asyncio

@@ -14,8 +14,8 @@ from freewheel.control.run_state import structure
 from freewheel.errors import CheckpointError, ConfigError, RecordError
 from freewheel.resuming import _check_fits, take_up
 from freewheel.run_folder import CUT_FILES, RunFolder
-from tests.unit.checkpoint_state import control_state
-from tests.unit.disk_crashes import CrashError, Disk
+from tests.unit.checkpoint_state import control_state, write_trainer_part
+from tests.unit.disk_crashes import CrashError, Disk, disk_full
 
 CONFIG_JSON = {
     "model_type": "llama",
@@ -38,7 +38,9 @@ def make_model(folder: Path, *, tokenizer=TOKENIZER, **changes) -> Path:
 def write_checkpoint(root: Path, step: int, *, keep: int = 9, **control) -> Path:
     async def run() -> Path:
         store = FileCheckpointStore(root, keep=keep)
-        make_model(await store.begin(step) / "hf")
+        folder = await store.begin(step)
+        make_model(folder / "hf")
+        write_trainer_part(folder)
         return await store.commit(step, control_state(step, **control))
 
     return asyncio.run(run())
@@ -191,6 +193,40 @@ def test_a_structural_key_cannot_change(run_dir, model):
         resume(run_dir, model, config=config)
     assert snapshot(run_dir) == before
     assert structure(config) != structure(Config())
+
+
+def test_the_configuration_of_before_is_kept_when_a_resume_changes_it(run_dir, model):
+    changed = replace(Config(), trainer=replace(Config().trainer, save_freq=7))
+    resume(run_dir, model, step=10)
+    assert not list((run_dir / "superseded").glob("config.*"))
+    for number, config in ((1, changed), (2, Config())):
+        before = (run_dir / "config.yaml").read_bytes()
+        resume(run_dir, model, config=config)
+        assert RunFolder.look(run_dir).read_config() == config
+        assert (run_dir / f"superseded/config.{number}.yaml").read_bytes() == before
+
+
+def test_a_changed_configuration_on_a_full_disk_is_a_named_error(run_dir, model, monkeypatch):
+    changed = replace(Config(), trainer=replace(Config().trainer, save_freq=7))
+    resume(run_dir, model)
+    disk = Disk(monkeypatch)
+    disk.arm(0)
+    whole = run_dir.parent / "whole"
+    shutil.copytree(run_dir, whole, symlinks=True)
+    disk.arm(0)
+    resume(run_dir, model, config=changed)
+    trace = [(name, str(path)) for name, path in disk.trace]
+    at = [number for number, (_, path) in enumerate(trace, start=1) if ".config" in path]
+    assert len(at) >= 4  # the copy and the new one, each opened and moved
+    for fail_at in at:
+        disk.arm(0)
+        shutil.rmtree(run_dir)
+        shutil.copytree(whole, run_dir, symlinks=True)
+        disk.arm(fail_at, disk_full)
+        with pytest.raises(RecordError, match=r"config.*cannot be written: No space left"):
+            resume(run_dir, model, config=changed)
+        disk.arm(0)
+        assert RunFolder.look(run_dir).read_config() in (Config(), changed)
 
 
 def test_a_run_cannot_begin_or_end_an_adapter(run_dir, model):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from freewheel.cli.exit_codes import exit_codes
 from freewheel.cli.main import main
 from freewheel.config import Config
 from freewheel.run_folder import RunFolder
@@ -83,6 +84,29 @@ def test_completed_and_stopped_runs(folder):
 
 def test_a_run_that_has_only_begun(folder):
     assert "only begun" in explain(folder).doing
+
+
+@pytest.mark.parametrize("code", sorted(set(exit_codes()) - {0, 130, 143}))
+def test_each_way_to_fail_has_an_advice(folder, code):
+    end(folder, exit_code=code)
+    assert explain(folder).advice
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_blamed_on_the_disk(folder):
+    end(folder, exit_code=7, cause="CheckpointError: its data.train_files held other prompts")
+    advice = explain(folder).advice
+    assert "does not fit: resume with the model, the data and the settings" in advice
+    assert "--from STEP" in advice
+    assert advice.startswith("If something cannot be written")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"status": {"phase": "running"}}'])
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_a_status_that_cannot_be_read_is_no_status(folder, capsys, text, command):
+    folder.status_path.write_text(text)
+    assert main([command, str(folder.path)]) == 0
+    expected = "running" if command == "status" else "no status, or none that can be read"
+    assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
