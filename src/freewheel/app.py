@@ -163,16 +163,13 @@ def _run(
         run = _Run(config, folder, recorder, progress, model)
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the run's end
         return _end_before_controller(error, folder, resume)
-    summary = None
     try:
         with asyncio.Runner() as runner:
             end = runner.run(run.run(resume, validate_only))
-        summary = end.summary
     except BaseException as error:  # noqa: BLE001 - SystemExit of a library, an early interrupt
         end = run.abandon(error)
-    finally:
-        progress.close(summary)
-        run.deadline.cancel()
+    progress.close(end.summary)
+    run.deadline.cancel()
     return end
 
 
@@ -406,10 +403,10 @@ class _Run:
             thread.close()
 
     async def _within_limit(
-        self, what: str, close: Coroutine[Any, Any, None], *, limit_s: float = _CLOSE_LIMIT_S
+        self, what: str, close: Coroutine[Any, Any, None], *, limit_s: float | None = None
     ) -> RecordError | None:
         """Clean up one thing: neither its failure nor its hanging keeps the others from theirs."""
-        limit_s = min(limit_s, max(_EXIT_S, self.deadline.left_s(math.inf) - _EXIT_S))
+        limit_s = min(limit_s or _CLOSE_LIMIT_S, max(_EXIT_S, self.deadline.left_s(math.inf) - _EXIT_S))
         try:
             async with asyncio.timeout(limit_s):
                 await close

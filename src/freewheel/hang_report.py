@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict
 from pathlib import Path
@@ -110,15 +110,16 @@ class HangReporter:
     def _stacks(self) -> dict[str, str]:
         """Stacks of all workers, side by side; what is not there in time is said to be missing."""
         processes = dict(self._processes())
-        if not processes:
-            return {}
-        pool = ThreadPoolExecutor(len(processes), thread_name_prefix="stacks")
-        futures: dict[str, Future[str]] = {
-            name: pool.submit(self._stack, name, pid) for name, pid in processes.items()
-        }
+        # Not a pool: the process could not exit while one of its threads hangs.
+        futures = {name: self._submit(name, pid) for name, pid in processes.items()}
         wait_for_futures(futures.values(), timeout=STACKS_TIMEOUT_S + 1)
-        pool.shutdown(wait=False, cancel_futures=True)
         return {name: _text_of(future) for name, future in futures.items()}
+
+    def _submit(self, name: str, pid: int) -> Future[str]:
+        thread = CallThread(f"stack-{name}")
+        stack = thread.submit(self._stack, name, pid)
+        thread.close()
+        return stack
 
     def _stack(self, name: str, pid: int) -> str:
         try:
@@ -150,7 +151,7 @@ class HangReporter:
 
 
 def _text_of(stack: Future[str]) -> str:
-    if not stack.done() or stack.cancelled():
+    if not stack.done():
         return "no answer in time"
     error = stack.exception()
     return stack.result() if error is None else f"{type(error).__name__}: {error}"

@@ -172,7 +172,7 @@ class FileRecorder:
             if self._error is not None:
                 raise RecordError(str(self._error)) from self._error
             self._batch.flushes.append(_Flush(loop, done))
-            self._batch.is_last = is_last
+            self._batch.is_last |= is_last
             self._changed.notify()
         await done
 

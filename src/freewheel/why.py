@@ -25,7 +25,8 @@ ADVICE = {
     8: "A bug of Freewheel: please report it, with the run's events.jsonl.",
     9: "Correct the data that the message names.",
     10: "A bug of Freewheel: please report it, with the run's events.jsonl.",
-    11: "Free or mend the disk of the run folder, then resume.",
+    11: "Free or mend the disk of the run folder, or the logger that the message names, then "
+    "resume.",
 }
 
 
