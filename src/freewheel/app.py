@@ -406,7 +406,9 @@ class _Run:
         self, what: str, close: Coroutine[Any, Any, None], *, limit_s: float | None = None
     ) -> RecordError | None:
         """Clean up one thing: neither its failure nor its hanging keeps the others from theirs."""
-        limit_s = min(limit_s or _CLOSE_LIMIT_S, max(_EXIT_S, self.deadline.left_s(math.inf) - _EXIT_S))
+        limit_s = min(
+            limit_s or _CLOSE_LIMIT_S, max(_EXIT_S, self.deadline.left_s(math.inf) - _EXIT_S)
+        )
         try:
             async with asyncio.timeout(limit_s):
                 await close

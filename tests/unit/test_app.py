@@ -378,9 +378,7 @@ def test_a_signal_stops_a_run_whose_records_and_terminal_fail(run, monkeypatch):
     stopping.deadline.cancel()
 
 
-def test_a_process_that_ends_at_once_without_a_terminal_leaves_its_summary(
-    run, exits, monkeypatch
-):
+def test_a_process_that_ends_at_once_without_a_terminal_leaves_its_summary(run, exits, monkeypatch):
     stopping, controller = run(Fake()), FakeController()
     controller.stopped = ["SIGTERM"]
     stopping._controller = controller
