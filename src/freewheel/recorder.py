@@ -1,4 +1,4 @@
-"""Records of a run, written by one thread: `*.jsonl`, `status.json`, and what loggers keep.
+"""Records of a run, written by one thread: `*.jsonl` and `status.json`; then loggers get theirs.
 
 A record call turns its row into text, puts it in memory and returns; it never touches the disk. The
 thread writes at least every `FLUSH_INTERVAL_S`. When the disk takes nothing any more, or a write

@@ -323,12 +323,10 @@ class Controller:
         await self._stop_requested.wait()
         limit_s = self.config.health.stop_work_s
         await asyncio.sleep(limit_s)
-        waits = self.roles.waits.describe()
+        self._recorder.event("stop_overdue", limit_s=limit_s, waits=self.roles.waits.describe())
         self._cut_short = True
         if self._train_task is not None:
             self._train_task.cancel()
-        # Last: if records fail, what is under way is cut short all the same.
-        self._recorder.event("stop_overdue", limit_s=limit_s, waits=waits)
 
     # -- the end ------------------------------------------------------------------------------
 
