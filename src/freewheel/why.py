@@ -29,7 +29,8 @@ ADVICE = {
     8: "A bug of Freewheel: please report it, with the run's events.jsonl.",
     9: "Correct the data that the message names.",
     10: "A bug of Freewheel: please report it, with the run's events.jsonl.",
-    11: "Free or mend the disk of the run folder, then resume. If records have fewer lines than "
+    11: "Free or mend the disk of the run folder, or the logger that the message names, then "
+    "resume. If records have fewer lines than "
     "the checkpoint knew: put them back from superseded/, or resume from an earlier checkpoint.",
     12: "See why the trials failed (n_failed in validations.jsonl, the workers' logs under logs/), "
     "mend that, and validate again.",
