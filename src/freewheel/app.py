@@ -115,26 +115,43 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
     Returns:
         The exit code: `NoScoreError`'s if no trial was scored.
     """
-    due, model = ValidateOnly(step=0, version=0), target
-    place = Path(target).expanduser().absolute()
-    if (place / "control.json").is_file():
-        checkpoint = read_checkpoint(place)
-        state = checkpoint.control["train"]
-        # The checkpoint is cut before its weights are published: they are the next version.
-        version = state["version"] + int(state["steps_since_publish"] > 0)
-        due = ValidateOnly(step=checkpoint.step, version=version)
-        model = str(checkpoint.folder / "hf")
+    target = _resolve(target)
+    due, model = _what_to_score(target)
+    # Before a folder is made for the result: what cannot be scored leaves none.
+    model_path = resolve_model(model)
     # The checkpoint of an adapter holds the merged model, and nothing is trained here.
     config = replace(config, model=replace(config.model, lora_rank=0))
-    folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
+    folder = RunFolder.create(
+        out_dir,
+        replace(config, model=replace(config.model, path=model)),
+        purpose="validate",
+        target=target,
+    )
     # The trainer that comes up publishes weights; how it would train, and on what, is no matter.
     config = _with_optim(config, lr_scheduler_type="constant", lr_warmup_steps=0)
     config = replace(config, data=replace(config.data, train_files=()))
     try:
-        end = _run(config, folder, model=resolve_model(model), validate_only=due)
+        end = _run(config, folder, model=model_path, validate_only=due)
         return _report_end(end, folder)
     finally:
         folder.close()
+
+
+def _resolve(target: str) -> str:
+    """Follow links once: `latest` of a run that goes on leads elsewhere a moment later."""
+    folder = Path(target).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else target
+
+
+def _what_to_score(target: str) -> tuple[ValidateOnly, str]:
+    """Step and version for the records, and the model; only a checkpoint's are not 0."""
+    if not (Path(target) / "control.json").is_file():
+        return ValidateOnly(step=0, version=0), target
+    checkpoint = read_checkpoint(Path(target))
+    state = checkpoint.control["train"]
+    # The checkpoint is cut before its weights are published: they are the next version.
+    version = state["version"] + int(state["steps_since_publish"] > 0)
+    return ValidateOnly(step=checkpoint.step, version=version), str(checkpoint.folder / "hf")
 
 
 def _newest_checkpoint(folder: RunFolder) -> Path | None:

@@ -1,12 +1,11 @@
 """The folder of a run: its files, who may write them, and how it is taken up again.
 
-One process at a time writes in it, by a lock that ends with the process however it ends. The three
-files that tell the story of training (`CUT_FILES`) are cut back to the checkpoint on resume; what
-is cut, checkpoints that are newer, and a line that a crash left half-written go to `superseded/`.
+One process at a time writes in it (`folder_lock`). The three files that tell the story of training
+(`CUT_FILES`) are cut back to the checkpoint on resume; what is cut, checkpoints that are newer, and
+a line that a crash left half-written go to `superseded/`.
 """
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -19,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.config import Config, dump_config, load_config
+from freewheel.config.checks import Purpose
 from freewheel.errors import ConfigError, RecordError
 from freewheel.files import dump_json, make_folder, move, sync_folder, write_atomic
+from freewheel.folder_lock import LockState, lock_folder, lock_state
+from freewheel.run_origin import Origin
 from freewheel.status import RunStatus
 
 CUT_FILES = ("metrics", "validations", "samples")
@@ -87,39 +89,66 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path, config: Config) -> "RunFolder":
+    def create(
+        cls, path: Path, config: Config, *, purpose: Purpose = "train", target: str = ""
+    ) -> "RunFolder":
         """Begin a new run.
+
+        Args:
+            path: its folder.
+            config: resolved configuration.
+            purpose: what it is for; a validation is not resumed.
+            target: of a validation: what it scores.
 
         Raises:
             ConfigError: the folder holds a run, is in use, or cannot be made.
             RecordError: it takes no files.
         """
         cls.check_free(path)
-        folder = cls(path, _lock_folder(path))
+        folder = cls(path, lock_folder(path))
+        origin = Origin(
+            time_origin=time.time(), host=socket.gethostname(), purpose=purpose, target=target
+        )
         try:
-            folder._begin(config)
+            folder._begin(config, origin)
         except RecordError:
             folder.close()
             raise
         return folder
 
-    def _begin(self, config: Config) -> None:
-        origin = {"time_origin": time.time(), "host": socket.gethostname()}
+    def _begin(self, config: Config, origin: Origin) -> None:
         with _writing(self.origin_path):
-            write_atomic(self.origin_path, dump_json(origin) + "\n")
+            origin.write(self.origin_path)
         self.write_config(config)
 
-    @staticmethod
-    def check_free(path: Path) -> None:
-        """Refuse a folder that holds a run.
+    @classmethod
+    def check_free(cls, path: Path) -> None:
+        """Refuse a folder that holds a run, or a validation.
 
         Raises:
             ConfigError: it does.
         """
-        if holds_run(path):
+        if not holds_run(path):
+            return
+        if cls(path).read_origin().purpose == "validate":
+            raise ConfigError(f"{path} holds a validation; choose another folder")
+        raise ConfigError(
+            f"{path} holds a run; resume it (freewheel resume {path}), or choose another "
+            "trainer.run_dir"
+        )
+
+    @classmethod
+    def check_resumable(cls, path: Path) -> None:
+        """Refuse a folder whose run cannot be resumed.
+
+        Raises:
+            ConfigError: it holds no run, or a validation.
+        """
+        origin = cls.look(path).read_origin()
+        if origin.purpose == "validate":
             raise ConfigError(
-                f"{path} holds a run; resume it (freewheel resume {path}), or choose another "
-                "trainer.run_dir"
+                f"{path} holds a validation, which is not resumed; to score again: "
+                f"{origin.validate_command(path)}"
             )
 
     @classmethod
@@ -129,11 +158,12 @@ class RunFolder:
         Call `tidy` and `cut_back` before anything is recorded.
 
         Raises:
-            ConfigError: the folder holds no run, or is in use.
+            ConfigError: the folder holds no run that can be resumed, or is in use.
             RecordError: it takes no files.
         """
+        cls.check_resumable(path)
         folder = cls.look(path)
-        folder._lock = _lock_folder(path)
+        folder._lock = lock_folder(path)
         return folder
 
     @classmethod
@@ -167,7 +197,7 @@ class RunFolder:
 
     @property
     def origin_path(self) -> Path:
-        """When the run started first."""
+        """When the run started first, and what it is for."""
         return self.path / "origin.json"
 
     @property
@@ -185,8 +215,7 @@ class RunFolder:
         Args:
             at_least_s: what it shows now or more, in seconds: the time that a checkpoint was cut.
         """
-        origin = json.loads(self.origin_path.read_text(encoding="utf-8"))["time_origin"]
-        return RunClock(origin, at_least_s=at_least_s)
+        return RunClock(self.read_origin().time_origin, at_least_s=at_least_s)
 
     def make_logs(self) -> Path:
         """The folder for what worker processes print, made if need be.
@@ -198,6 +227,14 @@ class RunFolder:
         with _writing(logs):
             logs.mkdir(exist_ok=True)
         return logs
+
+    def read_origin(self) -> Origin:
+        """How the run began.
+
+        Raises:
+            RecordError: `origin.json` is damaged.
+        """
+        return Origin.read(self.origin_path)
 
     def read_config(self) -> Config:
         """The resolved configuration."""
@@ -249,16 +286,9 @@ class RunFolder:
         except (FileNotFoundError, ValueError, TypeError, LookupError):
             return None
 
-    def is_in_use(self) -> bool:
+    def lock_state(self) -> LockState:
         """Whether a process on a machine that shares this file system holds the lock."""
-        try:
-            with _lock_path(self.path).open("r+", encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return lock_state(self.path)
 
     def num_rows(self) -> dict[str, int]:
         """Complete lines in each of the files, by name."""
@@ -360,36 +390,6 @@ def _writing(path: Path) -> Generator[None]:
         raise RecordError(
             f"{error.filename or path}: cannot be written: {error.strerror or error}"
         ) from error
-
-
-def _lock_path(path: Path) -> Path:
-    return path / ".lock"
-
-
-def _lock_folder(path: Path) -> io.TextIOWrapper:
-    """Lock a folder, which is made if need be, until the file is closed or the process ends."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = _lock_path(path).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"run folder {path} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise ConfigError(f"run folder {path} is in use by {holder}") from error
-    try:
-        with _writing(_lock_path(path)):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-    except RecordError:
-        with contextlib.suppress(OSError):
-            file.close()  # tries to write once more
-        raise
-    return file
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

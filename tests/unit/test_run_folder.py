@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -56,13 +57,39 @@ def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):
 
 
 def test_one_process_at_a_time(folder):
-    assert folder.is_in_use()
+    assert folder.lock_state() == "held"
     with pytest.raises(ConfigError, match=r"is in use by process \d+"):
         RunFolder.resume(folder.path)
     folder.close()
     folder.close()
-    assert not folder.is_in_use()
+    assert folder.lock_state() == "free"
     RunFolder.resume(folder.path).close()
+
+
+def test_a_validation_is_not_resumed(tmp_path):
+    target = "/runs/a/checkpoints/step_000040"
+    folder = RunFolder.create(tmp_path / "out", Config(), purpose="validate", target=target)
+    folder.close()
+    again = re.escape(f"freewheel validate {target} --run {folder.path}")
+    with pytest.raises(ConfigError, match=f"holds a validation, which is not resumed.*{again}$"):
+        RunFolder.resume(folder.path)
+    with pytest.raises(ConfigError, match="holds a validation; choose another folder"):
+        RunFolder.create(folder.path, Config())
+    assert folder.lock_state() == "free"
+
+
+def test_a_folder_that_says_nothing_of_its_purpose_is_of_training(folder):
+    folder.close()
+    folder.origin_path.write_text('{"time_origin": 5.0, "host": "a"}\n')
+    assert folder.read_origin().purpose == "train"
+    RunFolder.resume(folder.path).close()
+
+
+def test_a_damaged_origin_is_a_named_error(folder):
+    folder.close()
+    folder.origin_path.write_text("")
+    with pytest.raises(RecordError, match=r"origin\.json does not say how the run began"):
+        RunFolder.resume(folder.path)
 
 
 def test_lock_ends_with_the_process(tmp_path):
