@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from freewheel.errors import CheckpointError, TrainerLostError
+from freewheel.errors import CheckpointError, InvariantError, TrainerLostError
 from freewheel.protocols import Watched
 from freewheel.simulation.world import FakeProcess, FakeTrajectory, FakeWorld
 from freewheel.types import Ref, TrainerInfo, TrainRequest, TrainResult, Weights
@@ -80,6 +80,8 @@ class FakeTrainer(FakeProcess):
     ) -> None:
         """Take the writing time; the state is there only when it is over."""
         self._check_alive(f"checkpoint of step {step}")
+        if step not in self._copies:
+            raise InvariantError(f"step {step}: no copy of the trainer's state was taken")
         copy = self._copies.pop(step)
         await self._world.injector.checkpoint("checkpoint_state")
         seconds = self._world.jittered(self._world.settings.write_s, "write", step)
