@@ -201,11 +201,16 @@ def test_a_version_that_cannot_be_published_again_costs_one_trainer(num_replicas
         nodes(controller, backend)
         slow_publication(2, 20.0)(controller, backend)
 
+        def lose_replica(slot):
+            backend.replicas[slot.replica_id].kill()
+            controller.roles.pool.down(slot.replica_id, slot.incarnation)
+
         def lose():
             nodes.lose_node()
             for slot in controller.roles.pool.slots.values():
-                backend.replicas[slot.replica_id].kill()
-                controller.roles.pool.down(slot.replica_id, slot.incarnation)
+                # The first finds it out during the trainer's replacement, the others later.
+                after_s = 6.0 * slot.replica_id
+                asyncio.get_running_loop().call_later(after_s, lose_replica, slot)
 
         at_event(controller, "checkpoint_saved", lose, after_s=1.0, step=4)
 
