@@ -1,11 +1,17 @@
 """A replacement of the trainer meets other things at their worst moment."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 
-from freewheel.errors import TrainerLostError, TrajectoriesLostError, WeightsLostError
+from freewheel.errors import (
+    DataError,
+    TrainerLostError,
+    TrajectoriesLostError,
+    WeightsLostError,
+)
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import SimSettings
 from tests.simulation.scenarios import check_samples, small_config
@@ -263,3 +269,113 @@ def test_a_replacement_that_makes_a_long_copy_again_is_no_stall():
     assert run.end.exit_code == 0, run.end.cause
     assert reports.sentences == []
     assert len(trainers.all) == 2
+
+
+FAILURE = DataError("another loop fails")
+
+
+def die_in_step(controller, trainers, step, *, then):
+    """The first trainer dies in this step; `then` so many seconds after the second is up."""
+    first = trainers.all[0]
+    train = first.train_step
+
+    async def train_step(request):
+        if request.step == step:
+            await asyncio.sleep(1.0)
+            first.kill()
+            raise TrainerLostError("died in the step")
+        return await train(request)
+
+    def on_event(row):
+        if row["event"] == "trainer_up" and len(trainers.all) == 2:
+            asyncio.get_running_loop().call_later(*then)
+
+    first.train_step = train_step
+    controller._recorder._on_event = on_event
+
+
+def fail_a_replica(controller):
+    def fail(_replica):
+        raise FAILURE
+
+    controller.roles.replicas[0]._next_update = fail
+    controller.roles.pool.changed.notify()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 2.0, 5.0, 9.0])
+def test_a_cut_is_written_when_another_loop_fails_during_a_replacement(after_s):
+    """The failure cancels the train loop, which has the trainer replaced; the cut is left."""
+    trainers = Trainers(0, chance=0.0)
+    config = patient(small_config(save_freq=4, test_freq=0), shutdown_timeout_s=300.0)
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        die_in_step(controller, trainers, 5, then=(after_s, fail_a_replica, controller))
+
+    settings = SimSettings(seed=2, write_s=3.0, startup_s=2.0, train_step_s=4.0)
+    run = simulate(config, settings, act=act)
+    assert run.end.error is FAILURE
+    assert len(trainers.all) == 3
+    assert all(fake.is_dead for fake in trainers.all)
+    assert run.end.summary["checkpoints"] == [4]
+    assert run.disk.states["/simulated/step_000004"]["digest"] == trainers.digests[4]
+    resumed = simulate(config, settings, run=run)
+    assert resumed.end.exit_code == 0, resumed.end.cause
+    check_samples(config, resumed)
+
+
+def test_each_failure_of_a_loop_is_recorded_and_the_first_is_the_cause():
+    """The write of the cut that is left fails, too."""
+
+    def act(controller, backend):
+        write = backend.fake_trainer.write_state
+
+        async def write_state(*args):
+            fail_a_replica(controller)
+            await write(*args)
+            raise DataError("the write fails, too")
+
+        backend.fake_trainer.write_state = write_state
+
+    run = simulate(small_config(save_freq=4, test_freq=0), SimSettings(seed=2), act=act)
+    assert run.end.error is FAILURE
+    failed = [row for row in run.recorder.rows("events") if row["event"] == "loop_failed"]
+    assert [(row["loop"], row["is_cause"]) for row in failed] == [
+        ("replica-0", True),
+        ("checkpoint", False),
+    ]
+    assert "the write fails, too" in failed[1]["error"]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
+def test_a_resume_whose_trainer_is_lost_before_trajectories_are_named_goes_on(after_s):
+    """While the resumed run waits for the data, which a rollout worker opens."""
+    config = patient(small_config(save_freq=1, test_freq=0))
+    settings = SimSettings(seed=1, startup_s=2.0, write_s=0.5)
+    run = simulate(config, settings, kill_at_s=25.0)
+    control = json.loads(run.checkpoints.saved[run.checkpoints.latest])
+    assert any(group["ready"] for group in control["ledger"]["open"])
+    trainers, reports = Trainers(0, chance=0.0), []
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        roles = controller.roles
+        dataset = roles.workers.dataset
+
+        async def late_dataset(*args):
+            info = await dataset(*args)
+            await asyncio.sleep(5.0)
+            trainers.all[0].kill()
+            report = roles.trainer.report_lost(trainers.all[0], "died")
+            reports.append(asyncio.get_running_loop().create_task(report))
+            if after_s:
+                await asyncio.sleep(after_s)
+            roles.workers.dataset = dataset
+            return info
+
+        roles.workers.dataset = late_dataset
+
+    run = simulate(config, settings, run=run, act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert len(trainers.all) == 2
+    check_samples(config, run)

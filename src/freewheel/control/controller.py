@@ -248,7 +248,7 @@ class Controller:
     async def _guard(
         self, name: str, loop: Coroutine[Any, Any, None], *, may_end: bool = False
     ) -> None:
-        """Run one loop; remember the first failure of all loops, with the loop's name."""
+        """Run one loop; record its failure, and remember the first of all loops as the cause."""
         try:
             await loop
             if not (may_end or name == "train" or self._ending):
@@ -256,9 +256,10 @@ class Controller:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            if self._cause is None:
-                self._cause = first_leaf(error)
-                self._recorder.event("loop_failed", loop=name, error=repr(self._cause))
+            failure, is_cause = first_leaf(error), self._cause is None
+            if is_cause:
+                self._cause = failure
+            self._recorder.event("loop_failed", loop=name, error=repr(failure), is_cause=is_cause)
             raise
 
     @staticmethod
