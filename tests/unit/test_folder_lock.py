@@ -114,21 +114,24 @@ def test_a_lock_file_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("lock", "silent_s", "host", "pid", "expected"),
     [
-        ("held", 1000.0, "elsewhere", NO_PROCESS, "live"),
-        ("free", 0.0, HERE, os.getpid(), "dead"),
-        ("free", 1000.0, "elsewhere", 1, "dead"),
+        ("held", 1000.0, "elsewhere", "nobody", "live"),
+        ("free", 0.0, "here", "me", "dead"),
+        ("free", 1000.0, "elsewhere", "other", "dead"),
         # Locks that each machine keeps for itself.
-        ("free", 1.0, "elsewhere", 1, "live"),
-        ("unknown", 1.0, "elsewhere", 1, "live"),
-        ("unknown", 1.0, HERE, NO_PROCESS, "live"),
-        ("unknown", SILENT_S + 1, "elsewhere", os.getpid(), "unknown"),
-        ("unknown", SILENT_S + 1, HERE, os.getpid(), "unknown"),
-        ("unknown", SILENT_S + 1, HERE, NO_PROCESS, "dead"),
+        ("free", 1.0, "elsewhere", "other", "live"),
+        ("unknown", 1.0, "elsewhere", "other", "live"),
+        ("unknown", 1.0, "here", "nobody", "live"),
+        ("unknown", SILENT_S + 1, "elsewhere", "me", "unknown"),
+        ("unknown", SILENT_S + 1, "here", "me", "unknown"),
+        ("unknown", SILENT_S + 1, "here", "nobody", "dead"),
     ],
 )
 def test_liveness_by_the_lock_else_by_the_last_sign_of_life(
     tmp_path, monkeypatch, lock, silent_s, host, pid, expected
 ):
+    # By name: what differs between processes would give the cases other names in each.
+    host = {"here": HERE}.get(host, host)
+    pid = {"nobody": NO_PROCESS, "me": os.getpid(), "other": 1}[pid]
     folder = RunFolder(tmp_path)
     monkeypatch.setattr(RunFolder, "lock_state", lambda self: lock)
     last = LastStatus(status=RunStatus(phase="running"), updated=500.0, pid=pid, host=host)
