@@ -488,24 +488,46 @@ async def test_a_turn_left_behind_is_cancelled(bench):
         await until(lambda: user.SEEN[0].done())
 
 
-async def test_only_equal_prompts_share_a_call(bench):
-    async with bench(environment="TwoTurns") as at:
+@pytest.mark.parametrize("held", [0, 1])
+@pytest.mark.parametrize("environment", ["TwoTurns", "SyncTwoTurns"])
+async def test_no_member_waits_for_the_turn_of_another(bench, environment, held):
+    last = {"TwoTurns": 2, "SyncTwoTurns": 1}[environment]
+    async with bench(environment=environment) as at:
         slow = asyncio.Event()
 
         async def answer(request):
-            if "/s1/1" in request.request_id:
+            if request.request_id == f"r7/s1/{held}":
                 await slow.wait()
-            return f"{request.request_id}"
+            return request.request_id
 
         engine = at.engine(answer)
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(at.worker.run_group(group_request(2), engine))
-            # The first member reaches its third turn while the second is held in its own.
-            await until(lambda: any(c[0].request_id == "r7/s0/2" for c in engine.calls))
+            task = group.create_task(at.worker.run_group(group_request(3), engine))
+            # The others come to their last turns while this one is held.
+            for other in ("s0", "s2"):
+                wanted = f"r7/{other}/{last}"
+                await until(lambda wanted=wanted: wanted in _asked(engine))
             slow.set()
-        assert failures(task.result()[0]) == [None, None]
-        for call in engine.calls:
-            assert len({request.prompt_token_ids.tobytes() for request in call}) == 1
+        assert failures(task.result()[0]) == [None] * 3
+
+
+async def test_a_slow_member_takes_no_time_from_the_others(bench):
+    async with bench(environment="TwoTurns") as at:
+
+        async def answer(request):
+            if request.request_id != "r7/s1/0":
+                return request.request_id
+            await asyncio.sleep(0.9)  # what is kept for rewards begins then
+            return generation(request, at.encode("abc"), finish_reason="timeout")
+
+        engine = at.engine(answer)
+        outcomes, _ = await at.worker.run_group(group_request(3, timeout_s=1.0), engine)
+        assert failures(outcomes) == [None, FailureClass.TIMEOUT, None]
+        assert min(engine.timeouts) > 0.3
+
+
+def _asked(engine):
+    return [request.request_id for call in engine.calls for request in call]
 
 
 async def test_async_rewards_get_prompt_extra_and_kwargs(bench):

@@ -154,14 +154,20 @@ class RolloutWorkerCore:
         self, request: GroupRequest, generator: Generator, prompt: GroupPrompt, deadline: float
     ) -> tuple[list[RolloutHost], tuple[RolloutOutcome, ...]]:
         kept_s = min(self._config.rollout.reward_timeout_s, _REWARD_SHARE * request.timeout_s)
+        services = self._started()
         async with asyncio.TaskGroup() as engine_calls:
-            batching = BatchingGenerator(generator, engine_calls, generate_until=deadline - kept_s)
+            batching = BatchingGenerator(
+                generator,
+                engine_calls,
+                generate_until=deadline - kept_s,
+                single_turn=services.environment.is_ours,
+            )
             hosts = [
                 RolloutHost(
                     request,
                     member,
                     prompt=prompt,
-                    services=self._started(),
+                    services=services,
                     generator=batching,
                     deadline=deadline,
                 )
