@@ -75,6 +75,10 @@ class RayReplica:
         except LostError as error:
             raise WeightsLostError(f"weights of version {weights.version}: {error}") from error
 
+    async def abort(self, request_id: str) -> None:
+        """End what a group's request still has in the engine."""
+        await self.process.call("abort_group", request_id)
+
     async def stats(self) -> ReplicaStats:
         """Counters of the engine."""
         return await self.process.call("stats")
