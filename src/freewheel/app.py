@@ -8,11 +8,9 @@ import asyncio
 import math
 import os
 import signal
-import sys
 import time
 import traceback
-from collections.abc import Coroutine
-from concurrent import futures
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ from freewheel.backends.ray import RayBackend
 from freewheel.checkpoint import FileCheckpointStore, find_checkpoint, read_checkpoint
 from freewheel.config import Config
 from freewheel.control.controller import Controller, ValidateOnly
-from freewheel.control.run_end import RunEnd, with_error
+from freewheel.control.run_end import RunEnd, first_leaf, make_run_end, uncounted, with_error
 from freewheel.control.run_state import ResumePoint
 from freewheel.errors import (
     EXIT_INTERRUPTED,
@@ -31,7 +29,8 @@ from freewheel.errors import (
     StalledError,
     StartupError,
 )
-from freewheel.hang_report import HangReporter
+from freewheel.hang_report import REPORT_TIMEOUT_S, HangReporter
+from freewheel.last_resort import attempt, say, say_within_limit
 from freewheel.lives import run_lives
 from freewheel.loggers import make_sinks
 from freewheel.loop_watch import Block, LoopWatch
@@ -39,13 +38,16 @@ from freewheel.models import resolve_model
 from freewheel.progress import Progress, make_progress
 from freewheel.recorder import FileRecorder
 from freewheel.resuming import take_up
-from freewheel.run_folder import RunFolder
+from freewheel.run_folder import RunClock, RunFolder
 from freewheel.status import RunStatus
 from freewheel.stop_deadline import StopDeadline
 from freewheel.threads import CallThread
 
 _CLOSE_LIMIT_S = 10.0
 """How long each of summary, records and workers has at the end of a run; less after a stop."""
+
+_LOGGERS_LIMIT_S = 60.0
+"""How long loggers have to send what is left, when all else has ended; less after a stop."""
 
 _EXIT_S = 1.0
 """Kept of a stop's time for the rest of the process's end."""
@@ -55,6 +57,9 @@ _SAME_SIGNAL_S = 0.5
 
 _LAST_SUMMARY_S = 2.0
 """How long a process that ends at once waits for the disk to take its summary."""
+
+_LAST_KILL_S = 3.0
+"""How long such a process waits until its workers are killed."""
 
 
 def run_training(
@@ -110,25 +115,43 @@ def run_validation(config: Config, target: str, out_dir: Path) -> int:
     Returns:
         The exit code: `NoScoreError`'s if no trial was scored.
     """
-    due, model = ValidateOnly(step=0, version=0), target
-    if (Path(target) / "control.json").is_file():
-        checkpoint = read_checkpoint(Path(target))
-        state = checkpoint.control["train"]
-        # The checkpoint is cut before its weights are published: they are the next version.
-        version = state["version"] + int(state["steps_since_publish"] > 0)
-        due = ValidateOnly(step=checkpoint.step, version=version)
-        model = str(checkpoint.folder / "hf")
+    target = _resolve(target)
+    due, model = _what_to_score(target)
+    # Before a folder is made for the result: what cannot be scored leaves none.
+    model_path = resolve_model(model)
     # The checkpoint of an adapter holds the merged model, and nothing is trained here.
     config = replace(config, model=replace(config.model, lora_rank=0))
-    folder = RunFolder.create(out_dir, replace(config, model=replace(config.model, path=model)))
+    folder = RunFolder.create(
+        out_dir,
+        replace(config, model=replace(config.model, path=model)),
+        purpose="validate",
+        target=target,
+    )
     # The trainer that comes up publishes weights; how it would train, and on what, is no matter.
     config = _with_optim(config, lr_scheduler_type="constant", lr_warmup_steps=0)
     config = replace(config, data=replace(config.data, train_files=()))
     try:
-        end = _run(config, folder, model=resolve_model(model), validate_only=due)
+        end = _run(config, folder, model=model_path, validate_only=due)
         return _report_end(end, folder)
     finally:
         folder.close()
+
+
+def _resolve(target: str) -> str:
+    """Follow links once: `latest` of a run that goes on leads elsewhere a moment later."""
+    folder = Path(target).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else target
+
+
+def _what_to_score(target: str) -> tuple[ValidateOnly, str]:
+    """Step and version for the records, and the model; only a checkpoint's are not 0."""
+    if not (Path(target) / "control.json").is_file():
+        return ValidateOnly(step=0, version=0), target
+    checkpoint = read_checkpoint(Path(target))
+    state = checkpoint.control["train"]
+    # The checkpoint is cut before its weights are published: they are the next version.
+    version = state["version"] + int(state["steps_since_publish"] > 0)
+    return ValidateOnly(step=checkpoint.step, version=version), str(checkpoint.folder / "hf")
 
 
 def _newest_checkpoint(folder: RunFolder) -> Path | None:
@@ -149,20 +172,41 @@ def _run(
     resume: ResumePoint | None = None,
     validate_only: ValidateOnly | None = None,
 ) -> RunEnd:
+    say(f"run folder: {folder.path}")
     resumed_step = None if resume is None else resume.control["train"]["step"]
-    sinks = make_sinks(config, folder, resumed_step=resumed_step)
-    recorder = FileRecorder(folder, sinks=sinks)
-    sys.stderr.write(f"run folder: {folder.path}\n")
-    progress = make_progress(config.logging.progress)
-    summary = None
-    run = _Run(config, folder, recorder, progress, model)
+    try:
+        sinks = make_sinks(config, folder, resumed_step=resumed_step)
+        clock = folder.clock(at_least_s=0.0 if resume is None else resume.control["run_s"])
+        recorder = FileRecorder(folder, clock=clock, sinks=sinks)
+        progress = make_progress(config.logging.progress)
+        run = _Run(
+            config, folder, clock=clock, recorder=recorder, progress=progress, model_path=model
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the run's end
+        return _end_before_controller(error, folder, resume)
     try:
         with asyncio.Runner() as runner:
             end = runner.run(run.run(resume, validate_only))
-        summary = end.summary
-    finally:
-        progress.close(summary)
-        run.deadline.cancel()
+    except BaseException as error:  # noqa: BLE001 - SystemExit of a library, an early interrupt
+        end = run.abandon(error)
+    progress.close(end.summary)
+    run.deadline.cancel()
+    return end
+
+
+def _end_before_controller(
+    error: BaseException, folder: RunFolder, resume: ResumePoint | None
+) -> RunEnd:
+    """The end of a run that had no controller yet to tell it; its summary is written."""
+    train = {"step": 0, "version": 0} if resume is None else resume.control["train"]
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    end = make_run_end(
+        error=None if is_interrupt else first_leaf(error),
+        stop_signal="SIGINT" if is_interrupt else None,
+        cut_short="",
+        numbers=uncounted(steps=train["step"], policy_version=train["version"]),
+    )
+    attempt("summary.json", _CLOSE_LIMIT_S, folder.write_summary, end.summary)
     return end
 
 
@@ -173,60 +217,89 @@ class _Run:
         self,
         config: Config,
         folder: RunFolder,
+        *,
+        clock: RunClock,
         recorder: FileRecorder,
         progress: Progress,
         model_path: Path,
     ) -> None:
         self._config = config
         self._folder = folder
+        self._clock = clock
         self._recorder = recorder
         self._progress = progress
-        logs = folder.path / "logs"
-        logs.mkdir(exist_ok=True)
-        self._backend = RayBackend(config, model_path, log_dir=logs)
+        self._backend = RayBackend(config, model_path, log_dir=folder.make_logs())
         self._num_signals = 0
         self._first_signal_s = 0.0
         self._stopped = asyncio.Event()
         self._controller: Controller | None = None
         self._ended: RunEnd | None = None
+        self._resume: ResumePoint | None = None
         limit_s = config.health.shutdown_timeout_s
         overdue = f"the process did not end within {limit_s:g} s (health.shutdown_timeout_s)"
         self.deadline = StopDeadline(limit_s, partial(self._end_at_once, overdue))
 
     async def run(self, resume: ResumePoint | None, validate_only: ValidateOnly | None) -> RunEnd:
-        """Run and clean up; the summary is written before anything that could hang."""
+        """Run and clean up, whatever fails; the summary is written before what could hang."""
+        self._resume = resume
+        try:
+            self._ended = await self._live(resume, validate_only)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the run's end
+            self._ended = self._end_by(error)
+        return await self._close(self._ended)
+
+    def abandon(self, error: BaseException) -> RunEnd:
+        """End a run whose loop was broken off: write the summary, kill the workers."""
+        end = self._end_by(error) if self._ended is None else with_error(self._ended, error)
+        self._ended = end
+        attempt("summary.json", _LAST_SUMMARY_S, self._folder.write_summary, end.summary)
+        attempt("the workers' end", _LAST_KILL_S, self._backend.kill)
+        return end
+
+    def _end_by(self, error: BaseException) -> RunEnd:
+        if self._controller is None:
+            return _end_before_controller(error, self._folder, self._resume)
+        return self._controller.end_by(error)
+
+    async def _live(self, resume: ResumePoint | None, validate_only: ValidateOnly | None) -> RunEnd:
+        """Make the controller and run it, under the watch of the loop."""
         reporter = HangReporter(
             self._folder.path,
             processes=self._backend.local_processes,
             state=lambda: asdict(controller.status()),
             recorder=self._recorder,
         )
-        controller = Controller(
+        controller = self._controller = Controller(
             self._config,
             backend=self._backend,
             recorder=self._recorder,
             checkpoints=FileCheckpointStore(
-                self._folder.checkpoints_path, keep=self._config.checkpoint.keep
+                self._folder.checkpoints_path,
+                keep=self._config.checkpoint.keep,
+                on_not_removed=self._report_not_removed,
             ),
             resume=resume,
             validate_only=validate_only,
             reporter=reporter,
-            started_s=self._folder.clock().t_s(),
+            started_s=self._clock.t_s(),
             on_status=self._show,
         )
-        self._controller = controller
         self._listen(controller)
         watch = LoopWatch(
             limit_s=self._config.health.loop_blocked_s,
             on_block=lambda block: self._take_block(block, controller, reporter),
         )
-        self._ended = await self._run_controller(controller)
-        watch.close()
-        self._show(controller.status())
-        return await self._close(self._ended)
+        try:
+            return await self._run_controller(controller)
+        finally:
+            watch.close()
+            self._show(controller.status())
 
     async def _close(self, end: RunEnd) -> RunEnd:
-        """Write what is to be kept, end the workers. Without its records a run has failed."""
+        """Write what is to be kept, end the workers. Without its records a run has failed.
+
+        Loggers come last: they may take long, and the records are whole without them.
+        """
         problems = [
             await self._within_limit("summary.json", self._write_summary(end)),
             await self._within_limit("the records", self._recorder.aclose()),
@@ -234,22 +307,24 @@ class _Run:
         error = next((problem for problem in problems if problem is not None), None)
         if error is not None:
             if end.error is not None:
-                sys.stderr.write(f"{error}\n")
+                say(str(error))
             end = self._ended = with_error(end, error)
             await self._within_limit("summary.json", self._write_summary(end))
         problem = await self._within_limit("the workers' end", self._backend.aclose())
         if problem is not None:
-            sys.stderr.write(f"{problem}\n")
-            self._backend.kill()
+            attempt("the workers' end", _LAST_KILL_S, self._backend.kill)
+            say(str(problem))
+        problem = await self._within_limit(
+            "the loggers' end", self._recorder.aclose_loggers(), limit_s=_LOGGERS_LIMIT_S
+        )
+        if problem is not None:
+            say(f"{problem}; what they lack is in {self._folder.path}")
         return end
 
     async def _run_controller(self, controller: Controller) -> RunEnd:
-        try:
-            await self._start_backend()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the run's end
-            return controller.end_before_start(error)
+        await self._start_backend()
         if self._stopped.is_set():
-            return controller.end_before_start(None)
+            return controller.end_by(None)
         # Again: Ray puts a handler of its own in front, which aborts the process after 3 s.
         self._listen(controller)
         return await controller.run()
@@ -269,6 +344,10 @@ class _Run:
             raise StartupError(
                 f"Ray did not come up within {limit_s:g} s (health.startup_timeout_s)"
             )
+
+    def _report_not_removed(self, path: Path, error: OSError) -> None:
+        """An old checkpoint stays: it costs room, and not the run. In the store's thread."""
+        self._recorder.event("checkpoint_not_removed", path=str(path), error=str(error))
 
     def _show(self, status: RunStatus) -> None:
         self._recorder.status(status)
@@ -290,59 +369,80 @@ class _Run:
         if self._num_signals > 1:
             self._end_at_once("a second signal ended the process at once")
         self.deadline.begin()
-        sys.stderr.write(f"{name}: stopping, with a checkpoint; once more ends at once\n")
-        controller.stop(name)
         self._stopped.set()
+        controller.stop(name)
+        say(f"{name}: stopping, with a checkpoint; once more ends at once")
 
     def _end_at_once(self, reason: str) -> NoReturn:
         """Write the summary and go, also from a thread: the loop may be what hangs."""
-        exit_code = EXIT_INTERRUPTED
-        try:
+
+        def make_end() -> RunEnd | None:
             end = self._ended
             if (end is None or end.error is None) and self._controller is not None:
-                end = self._controller.end_at_once(reason)
+                return self._controller.end_at_once(reason)
+            return end
+
+        self._leave(make_end, EXIT_INTERRUPTED)
+
+    def _leave(self, make_end: Callable[[], RunEnd | None], exit_code: int) -> NoReturn:
+        """End the process at once, whatever fails or hangs; from any thread.
+
+        Args:
+            make_end: the end that is written down.
+            exit_code: if there is none.
+        """
+        try:
+            end = make_end()
             if end is not None:
                 exit_code = end.exit_code
-                sys.stderr.write(f"{end.status}: {end.cause}\n")
-                # In a thread: a disk that takes nothing must not hold the process.
-                writing = CallThread("last-summary").submit(self._folder.write_summary, end.summary)
-                futures.wait([writing], timeout=_LAST_SUMMARY_S)
-            self._backend.kill()
+                attempt("summary.json", _LAST_SUMMARY_S, self._folder.write_summary, end.summary)
+                say_within_limit(f"{end.status}: {end.cause}")
         finally:
-            os._exit(exit_code)
+            try:
+                attempt("the workers' end", _LAST_KILL_S, self._backend.kill)
+            finally:
+                os._exit(exit_code)
 
     def _take_block(self, block: Block, controller: Controller, reporter: HangReporter) -> None:
-        """The control plane's own loop is blocked. In the watch's thread: the loop cannot help."""
+        """The control plane's own loop is blocked. In the watch's thread: the loop cannot help.
+
+        Nothing here may keep the last step from being reached: the disk may be what blocks.
+        """
         health = self._config.health
-        self._recorder.event(
-            "loop_blocked", process="control-plane", cause=block.sentence(), call=block.call
-        )
+        attempt("event loop_blocked", REPORT_TIMEOUT_S, self._record_block, block)
         if block.blocked_s < 2 * health.loop_blocked_s:
-            reporter.write("event-loop", {"summary.txt": block.sentence()})
+            content = {"summary.txt": block.sentence()}
+            attempt("hang report", REPORT_TIMEOUT_S, reporter.write, "event-loop", content)
         if block.blocked_s >= health.loop_blocked_end_s:
             error = StalledError(f"{block.sentence()} (limit: health.loop_blocked_end_s)")
-            end = controller.end_before_start(error)
-            self._folder.write_summary(end.summary)
-            sys.stderr.write(f"error: {end.cause}\n")
-            self._backend.kill()
-            os._exit(end.exit_code)
+            self._leave(lambda: controller.end_by(error), error.exit_code)
+
+    def _record_block(self, block: Block) -> None:
+        # The error of records that fail is for the loops: here it would end nothing.
+        self._recorder.note(
+            "loop_blocked", process="control-plane", cause=block.sentence(), call=block.call
+        )
 
     async def _write_summary(self, end: RunEnd) -> None:
         thread = CallThread("summary")
-        await thread.run(self._folder.write_summary, end.summary)
-        thread.close()
+        try:
+            await thread.run(self._folder.write_summary, end.summary)
+        finally:
+            thread.close()
 
     async def _within_limit(
-        self, what: str, close: Coroutine[Any, Any, None]
+        self, what: str, close: Coroutine[Any, Any, None], *, limit_s: float | None = None
     ) -> RecordError | None:
         """Clean up one thing: neither its failure nor its hanging keeps the others from theirs."""
-        limit_s = min(_CLOSE_LIMIT_S, max(_EXIT_S, self.deadline.left_s(math.inf) - _EXIT_S))
+        limit_s = min(
+            limit_s or _CLOSE_LIMIT_S, max(_EXIT_S, self.deadline.left_s(math.inf) - _EXIT_S)
+        )
         try:
             async with asyncio.timeout(limit_s):
                 await close
         except TimeoutError:
             return RecordError(f"{what}: not done within {limit_s:g} s")
-        except (FreewheelError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - handed on; the other things have their turn
             return RecordError(f"{what}: {error}")
         return None
 
@@ -350,8 +450,8 @@ class _Run:
 def _report_end(end: RunEnd, folder: RunFolder) -> int:
     if end.error is not None:
         if not isinstance(end.error, FreewheelError):
-            traceback.print_exception(end.error)
-        sys.stderr.write(f"error: {end.cause}\n")
+            say("".join(traceback.format_exception(end.error)).rstrip())
+        say(f"error: {end.cause}")
     if end.status == "stopped" and end.summary["checkpoints"]:
-        sys.stderr.write(f"to go on: freewheel resume {folder.path}\n")
+        say(f"to go on: freewheel resume {folder.path}")
     return end.exit_code

@@ -113,7 +113,20 @@ class TrajectoriesLostError(LostError):
 
 
 class WeightsLostError(LostError):
-    """Published weights went down with the node that held them."""
+    """Published weights went down with the node that held them.
+
+    Args:
+        message: what happened.
+        versions: which of the versions that were asked for; none named: all of them.
+    """
+
+    def __init__(self, message: str, versions: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.versions = versions
+
+    def __reduce__(self) -> tuple[type["WeightsLostError"], tuple[str, tuple[int, ...]]]:
+        """Both arguments: by default only an exception's message goes to another process."""
+        return type(self), (str(self), self.versions)
 
 
 class TrainingDivergedError(FreewheelError):

@@ -8,6 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from freewheel.unicode_text import well_formed
+
+_SURROGATE = "\\ud"
+"""How the escape of a surrogate begins in JSON."""
+
 
 def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Write a file beside its place, bring it to disk, then move it there.
@@ -57,6 +62,15 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def make_subfolder(path: Path) -> None:
+    """Make a folder in one that exists, if need be.
+
+    Raises:
+        OSError: among others if the one above it is missing, as where it was made elsewhere.
+    """
+    path.mkdir(exist_ok=True)
+
+
 def move(source: Path, target: Path) -> None:
     """Rename, and bring the new name to disk. The target does not exist, or is replaced at once."""
     source.replace(target)
@@ -96,23 +110,36 @@ def sync_tree(folder: Path) -> None:
 
 
 def dump_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON that every reader takes: NaN and infinities become null, NumPy numbers plain ones."""
+    """JSON that every reader takes.
+
+    NaN and infinities become null, NumPy numbers plain ones, text well-formed Unicode.
+    """
     try:
-        return json.dumps(value, allow_nan=False, default=_plain, indent=indent)
+        text = json.dumps(value, allow_nan=False, default=_plain, indent=indent)
     except ValueError:
-        # Only now walk the value: hardly any row has such a number.
-        return json.dumps(_finite(value), allow_nan=False, default=_plain, indent=indent)
+        text = None
+    # Only now walk the value: hardly any row has such a number, or a surrogate, lone or paired.
+    if text is None or _SURROGATE in text:
+        return json.dumps(_clean(value), allow_nan=False, default=_plain, indent=indent)
+    return text
 
 
-def _finite(value: Any) -> Any:
+def _clean(value: Any) -> Any:
+    """With finite numbers and well-formed text only."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {_clean_key(key): _clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_clean(item) for item in value]
+    if isinstance(value, str):
+        return well_formed(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    plain = value if isinstance(value, str | int | float | bool | None) else _plain(value)
-    return plain if plain is value else _finite(plain)
+    plain = value if isinstance(value, int | float | bool | None) else _plain(value)
+    return plain if plain is value else _clean(plain)
+
+
+def _clean_key(key: Any) -> Any:
+    return well_formed(key) if isinstance(key, str) else key
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ step has a deadline: the report is there within seconds and cannot hang itself.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from freewheel.aio import describe_tasks
 from freewheel.control.watchdog import Stall
 from freewheel.doctor.dump import CannotExamineError, run_py_spy
+from freewheel.last_resort import say
 from freewheel.protocols import Recorder
 from freewheel.threads import CallThread
 
@@ -58,7 +58,11 @@ class HangReporter:
         self._thread = CallThread("hang-report")
 
     async def report(self, stall: Stall) -> None:
-        """Write a report; at most `REPORT_TIMEOUT_S`. Never raises for what it could not write."""
+        """Write a report; at most `REPORT_TIMEOUT_S`. What cannot be written is said on stderr.
+
+        Raises:
+            RecordError: the run's records fail.
+        """
         now_s = asyncio.get_running_loop().time()
         waits = json.dumps([asdict(wait) for wait in stall.waits], indent=1)
         path = await self._write_in_time(stall.stage, _summary(stall, now_s), waits=waits)
@@ -72,15 +76,17 @@ class HangReporter:
     async def _write_in_time(
         self, name: str, summary: str, *, waits: str | None = None
     ) -> Path | None:
-        content = {
-            "summary.txt": summary,
-            "state.json": json.dumps(self._state(), indent=1, default=str),
-            "stacks/control-plane-tasks.txt": describe_tasks(asyncio.get_running_loop()),
-            **({} if waits is None else {"waits.json": waits}),
-        }
-        with contextlib.suppress(TimeoutError, OSError):
+        try:
+            content = {
+                "summary.txt": summary,
+                "state.json": json.dumps(self._state(), indent=1, default=str),
+                "stacks/control-plane-tasks.txt": describe_tasks(asyncio.get_running_loop()),
+                **({} if waits is None else {"waits.json": waits}),
+            }
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 return await self._thread.run(self.write, name, content)
+        except Exception as error:  # noqa: BLE001 - what is reported must not be hidden by the report
+            say(f"hang report of {name}: {type(error).__name__}: {error}")
         return None
 
     def write(self, name: str, content: Mapping[str, str]) -> Path:
@@ -104,18 +110,16 @@ class HangReporter:
     def _stacks(self) -> dict[str, str]:
         """Stacks of all workers, side by side; what is not there in time is said to be missing."""
         processes = dict(self._processes())
-        if not processes:
-            return {}
-        pool = ThreadPoolExecutor(len(processes), thread_name_prefix="stacks")
-        futures: dict[str, Future[str]] = {
-            name: pool.submit(self._stack, name, pid) for name, pid in processes.items()
-        }
+        # Not a pool: the process could not exit while one of its threads hangs.
+        futures = {name: self._submit(name, pid) for name, pid in processes.items()}
         wait_for_futures(futures.values(), timeout=STACKS_TIMEOUT_S + 1)
-        pool.shutdown(wait=False, cancel_futures=True)
-        return {
-            name: future.result() if future.done() else "no answer in time"
-            for name, future in futures.items()
-        }
+        return {name: _text_of(future) for name, future in futures.items()}
+
+    def _submit(self, name: str, pid: int) -> Future[str]:
+        thread = CallThread(f"stack-{name}")
+        stack = thread.submit(self._stack, name, pid)
+        thread.close()
+        return stack
 
     def _stack(self, name: str, pid: int) -> str:
         try:
@@ -144,6 +148,13 @@ class HangReporter:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_NUM_EVENTS:]) + "\n"
+
+
+def _text_of(stack: Future[str]) -> str:
+    if not stack.done():
+        return "no answer in time"
+    error = stack.exception()
+    return stack.result() if error is None else f"{type(error).__name__}: {error}"
 
 
 def own_stacks() -> str:

@@ -7,15 +7,16 @@ once for each checkpoint, so that a cause that comes again ends it; and not afte
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 from freewheel.control.run_end import RunEnd, make_run_end
 from freewheel.control.run_state import ResumePoint
 from freewheel.errors import TrainerStateLostError, WeightsLostError
+from freewheel.last_resort import attempt, say
 
 _STATE_LOST = (TrainerStateLostError, WeightsLostError)
+_SUMMARY_S = 10.0
 _BESIDE_NUMBERS = ("status", "exit_code", "cause")
 
 
@@ -34,10 +35,10 @@ def run_lives(
         point: where the first one begins.
         newest: folder of the newest whole checkpoint, if there is one.
         take_up: brings the run's folder back to it.
-        write_summary: writes the summary of a run that was stopped between two lives.
+        write_summary: writes the summary of a run that ended between two lives.
 
     Returns:
-        The end of the last life, or of the stop.
+        The end of the last life, also if the run cannot be taken up after it, or of the stop.
     """
     while True:
         end = live(point)
@@ -46,9 +47,14 @@ def run_lives(
         folder = newest()
         if folder is None or (point is not None and point.folder == folder):
             return end
-        sys.stderr.write(f"{end.cause}\nthe run goes on from {folder}\n")
+        say(f"{end.cause}\nthe run goes on from {folder}")
         with _signals_noted() as taken:
-            point = take_up()
+            try:
+                point = take_up()
+            except Exception as error:  # noqa: BLE001 - the first cause stays the run's end
+                say(f"it cannot: {error}")
+                attempt("summary.json", _SUMMARY_S, write_summary, end.summary)
+                return end
         if taken:
             return _stopped(end, taken[0], write_summary)
 
@@ -73,5 +79,5 @@ def _stopped(end: RunEnd, name: str, write_summary: Callable[[dict[str, object]]
     numbers = {key: value for key, value in end.summary.items() if key not in _BESIDE_NUMBERS}
     reason = f"while the run was brought back to a checkpoint after {end.cause}"
     stopped = make_run_end(error=None, stop_signal=name, cut_short=reason, numbers=numbers)
-    write_summary(stopped.summary)
+    attempt("summary.json", _SUMMARY_S, write_summary, stopped.summary)
     return stopped

@@ -1,6 +1,6 @@
 """Metrics and validation scores for TensorBoard and Weights & Biases.
 
-Both are sinks of the recorder: called from its thread alone, so a slow logger delays no loop.
+Both are sinks: called from the loggers' thread alone, so a slow logger delays nothing else.
 TensorBoard's files are written through its own record format, without torch.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from freewheel.config import Config
 from freewheel.config.load import dump_config
 from freewheel.errors import ConfigError
-from freewheel.recorder import Sink
+from freewheel.logger_thread import Sink
 from freewheel.run_folder import RunFolder
 
 _INSTALL = {"wandb": "pip install 'freewheel[wandb]'", "tensorboard": "pip install tensorboard"}

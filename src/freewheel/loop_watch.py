@@ -1,7 +1,8 @@
 """A thread that notices when an event loop no longer turns, and names the frame that blocks it.
 
 An asyncio watchdog freezes with its loop; this one does not. It asks the loop for a sign of life;
-when none comes within the limit, it reads the stack of the loop's thread from outside.
+when none comes within the limit, it reads the stack of the loop's thread from outside. Being the
+last to see that something is wrong, it outlives every error of those whom it tells.
 """
 
 import asyncio
@@ -12,6 +13,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from freewheel.last_resort import say
+
+T = TypeVar("T")
 
 _SIGN_INTERVAL_S = 0.8
 """A block is noticed within so long after its limit: 1 s at most. Each sign costs 0.2 ms of CPU."""
@@ -44,7 +50,7 @@ class Block:
 
 
 class LoopWatch:
-    """Watches the loop of the thread that makes it.
+    """Watches the loop of the thread that makes it. An error of a callback is said on stderr.
 
     Args:
         limit_s: how long the loop may be without a turn.
@@ -91,8 +97,17 @@ class LoopWatch:
             frame = sys._current_frames().get(self._loop_thread)  # pyright: ignore[reportPrivateUsage]  # the only way to see another thread's stack
             if frame is not None:
                 stack = tuple(traceback.extract_stack(frame))
-                self._on_block(Block(blocked_s=time.monotonic() - began_s, stack=stack))
+                block = Block(blocked_s=time.monotonic() - began_s, stack=stack)
+                _tell(self._on_block, block)
             if self._turned.wait(self._limit_s):
                 break
         if self._on_turn is not None and self._turned.is_set():
-            self._on_turn(time.monotonic() - began_s)
+            _tell(self._on_turn, time.monotonic() - began_s)
+
+
+def _tell(callback: Callable[[T], None], news: T) -> None:
+    """Call back. Not even the log of an error may end the watch: no one else would see the next."""
+    try:
+        callback(news)
+    except Exception:  # noqa: BLE001 - a watch that ended with it would let the run hang for ever
+        say(f"the watch of the event loop goes on after:\n{traceback.format_exc()}")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from freewheel.data import check_data
 from freewheel.data.dataset import file_names, files_key
 from freewheel.data.generated import PREFIX, GeneratedTask
 from freewheel.errors import ConfigError, DataError, FreewheelError
+from freewheel.files import dump_json, write_atomic
 from freewheel.loggers import check_loggers
 from freewheel.models import INSTALL_PEFT, locate_model
 from freewheel.shipped import locate
@@ -31,6 +32,10 @@ from freewheel.types import Split
 TIMEOUT_S = 120.0
 """Looking at footers and first lines takes seconds, importing the readers some more."""
 
+_CONFIG = "config.yaml"
+_ANSWER = "answer.json"
+_STAGE = "stage"
+_OUTPUT = "output"
 _WARNING = "warning: "
 _COUNT_LINES_BELOW_BYTES = 256 << 20
 
@@ -55,43 +60,84 @@ class Findings:
     num_val_prompts: int | None = None
 
 
+_FINDINGS = TypeAdapter(Findings)
+
+
 def check_inputs(config: Config, *, purpose: Purpose = "train") -> Findings:
     """Look at data, model, loggers and the user's code.
 
     Raises:
         ConfigError: the look itself failed, or took longer than `TIMEOUT_S`.
     """
-    command = [sys.executable, "-m", "freewheel.preflight", purpose]
-    try:
-        done = subprocess.run(
-            command,
-            input=dump_config(config),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"data.train_files, data.val_files, model.path: looking at them took longer than "
-            f"{TIMEOUT_S:g} s"
-        ) from error
-    if done.returncode != 0:
-        raise ConfigError(f"the inputs could not be checked:\n{done.stderr.strip()}")
-    return TypeAdapter(Findings).validate_json(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory(prefix="freewheel-preflight-") as name:
+        folder = Path(name)
+        (folder / _CONFIG).write_text(dump_config(config), encoding="utf-8")
+        end = _run_look(folder, purpose)
+        if (folder / _ANSWER).exists():
+            # However the process ended after it: user code may hold it, or break its exit.
+            # Not the validator's own parser of JSON, which refuses lone surrogates.
+            return _FINDINGS.validate_python(json.loads((folder / _ANSWER).read_bytes()))
+        raise ConfigError(_no_answer(folder, end))
 
 
-def look(config: Config, *, purpose: Purpose = "train") -> Findings:
-    """As `check_inputs`, in this process."""
+def _run_look(folder: Path, purpose: Purpose) -> int | None:
+    """Run `main` in a process of its own; returns its exit code, None if it had to be killed.
+
+    No pipes: what user code prints is no answer, and what it starts would hold them open.
+    """
+    command = [sys.executable, "-m", "freewheel.preflight", purpose, str(folder)]
+    with (folder / _OUTPUT).open("wb") as output:
+        try:
+            return subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=TIMEOUT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _no_answer(folder: Path, exit_code: int | None) -> str:
+    """What to tell the user of a look that gave no answer."""
+    stage = folder / _STAGE
+    key = stage.read_text(encoding="utf-8") if stage.exists() else "the configuration"
+    if exit_code is None:
+        return f"{key}: looking at it took longer than {TIMEOUT_S:g} s"
+    output = (folder / _OUTPUT).read_text(encoding="utf-8", errors="replace").strip()
+    ended = f"{key}: the process that looked at it ended with exit code {exit_code}"
+    return f"{ended}:\n{output}" if output else ended
+
+
+def look(
+    config: Config,
+    *,
+    purpose: Purpose = "train",
+    begin: Callable[[str], object] = lambda key: None,
+) -> Findings:
+    """As `check_inputs`, in this process.
+
+    Args:
+        config: checked configuration.
+        purpose: what the inputs are for.
+        begin: is told the keys of what is looked at next, before it is.
+    """
     splits = tuple(Split) if purpose == "train" else (Split.VALIDATION,)
+    begin("logging.loggers, rollout.engine")
     missing = [*check_loggers(config), *_missing_engine(config)]
     missing += [*_missing_lora(config, purpose), *_missing_files(config, splits)]
     problems: list[str] = []
     lines: list[str] = []
+    files = ", ".join(files_key(split) for split in splits)
     if not _missing_files(config, splits):
+        begin(files)
         lines += _try(partial(_look_at_data, config, purpose), problems)
+    begin(f"model.path={config.model.path}")
     lines += _try(partial(_look_at_model, config), problems if _is_model_here(config) else missing)
-    _try(partial(_look_at_user_code, config), problems)
+    _try(partial(_look_at_user_code, config, begin), problems)
+    begin(files)
     counts = {split: _count(config, split) for split in splits}
     return Findings(
         missing=tuple(missing),
@@ -136,12 +182,14 @@ def _look_at_model(config: Config) -> list[str]:
     return [f"model.path: {config.model.path}: {locate_model(config.model.path)}"]
 
 
-def _look_at_user_code(config: Config) -> list[str]:
+def _look_at_user_code(config: Config, begin: Callable[[str], object]) -> list[str]:
     """Import reward and environment, as the rollout workers will."""
     from freewheel.rollout.environment import load_environment
     from freewheel.rollout.rewards import load_reward
 
+    begin(f"rollout.reward={config.rollout.reward}")
     load_reward(config)
+    begin(f"rollout.environment={config.rollout.environment}")
     load_environment(config.rollout.environment)
     return []
 
@@ -194,13 +242,17 @@ def _count_source(name: str, split: Split) -> int | None:
 
 
 def main() -> None:
-    """Read a configuration from standard input, write the findings to standard output."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(sys.stdin.read(), encoding="utf-8")
-        config = load_config(path)
-    purpose: Purpose = "validate" if sys.argv[1:] == ["validate"] else "train"
-    sys.stdout.write(json.dumps(asdict(look(config, purpose=purpose))) + "\n")
+    """Read the configuration in a folder and write the findings there."""
+    purpose: Purpose = "validate" if sys.argv[1] == "validate" else "train"
+    folder = Path(sys.argv[2])
+    stage = folder / _STAGE
+    config = load_config(folder / _CONFIG)
+    findings = look(
+        config,
+        purpose=purpose,
+        begin=lambda key: stage.write_text(key, encoding="utf-8", errors="replace"),
+    )
+    write_atomic(folder / _ANSWER, dump_json(findings), durable=False)
 
 
 if __name__ == "__main__":

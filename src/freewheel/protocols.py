@@ -208,11 +208,18 @@ class Trainer(Protocol):
 
         Raises:
             TrajectoriesLostError: some are gone; nothing was written, and the copy is kept.
+            WeightsLostError: some of `held` are gone; the same.
         """
         ...
 
     def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
-        """References to the trajectories of these groups, read from a checkpoint's folder."""
+        """References to the trajectories of these groups, read from a checkpoint's folder.
+
+        Returns at once.
+
+        Raises:
+            TrainerLostError: the trainer is not started, or gone.
+        """
         ...
 
     def kill(self) -> None:

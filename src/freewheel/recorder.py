@@ -1,23 +1,26 @@
-"""Records of a run, written by one thread: `*.jsonl`, `status.json`, and what loggers keep.
+"""Records of a run, written by one thread: `*.jsonl` and `status.json`; then loggers get theirs.
 
 A record call turns its row into text, puts it in memory and returns; it never touches the disk. The
 thread writes at least every `FLUSH_INTERVAL_S`. When the disk takes nothing any more, or a write
 fails, the run must end rather than lose records or memory: the next record call raises RecordError
-(once, so that the shutdown can go on and record what it can), and every `flush` does.
+(once, so that the shutdown can go on and record what it can), and every `flush` does. Loggers have
+a thread of their own; when one fails, the next record call raises RecordError too, but all records
+are written: `flush` and `aclose` speak of files alone.
 """
 
 import asyncio
-import json
 import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BufferedWriter
-from typing import Any, Protocol
+from typing import Any
 
 from freewheel.errors import RecordError
 from freewheel.files import dump_json
+from freewheel.logger_thread import LoggerThread, Sink
 from freewheel.run_folder import ROW_FILES, RunClock, RunFolder
 from freewheel.status import RunStatus
 
@@ -31,30 +34,6 @@ _WRITE_AT_ONCE_BYTES = 1 << 20
 
 _THREAD_END_S = 1.0
 """A thread that has answered needs microseconds to end; a bound, as for all that waits."""
-
-
-class Sink(Protocol):
-    """A logger. All calls come from the recorder's thread, in order; errors end the run."""
-
-    def open(self) -> None:
-        """Begin."""
-        ...
-
-    def metrics(self, row: dict[str, Any]) -> None:
-        """One training step."""
-        ...
-
-    def validation(self, row: dict[str, Any]) -> None:
-        """One validation."""
-        ...
-
-    def flush(self) -> None:
-        """Bring what was logged to where it belongs."""
-        ...
-
-    def close(self) -> None:
-        """End. Idempotent."""
-        ...
 
 
 @dataclass(slots=True)
@@ -95,7 +74,8 @@ class FileRecorder:
         folder: locked by this process.
         clock: of the run; None: the folder's.
         sinks: loggers besides the files.
-        max_waiting_bytes: rows in memory at which the disk counts as stopped.
+        max_waiting_bytes: rows in memory at which the disk counts as stopped; as many more may
+            wait for the loggers.
     """
 
     def __init__(
@@ -108,7 +88,6 @@ class FileRecorder:
     ) -> None:
         self._folder = folder
         self._clock = clock or folder.clock()
-        self._sinks = tuple(sinks)
         self._max_waiting_bytes = max_waiting_bytes
         self._num_rows = folder.num_rows()
         self._changed = threading.Condition()
@@ -116,14 +95,22 @@ class FileRecorder:
         self._waiting_bytes = 0
         self._error: RecordError | None = None
         self._is_reported = False
+        self._logger_error: RecordError | None = None
         self._is_closed = False
         self.num_lost = 0
+        self._loggers = LoggerThread(
+            sinks, on_failure=self._take_logger_failure, max_waiting_bytes=max_waiting_bytes
+        )
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
     def event(self, name: str, **fields: Any) -> None:
         """Append to `events.jsonl`."""
         self._put("events", {**self._clock.stamp(), "event": name, **fields})
+
+    def note(self, name: str, **fields: Any) -> None:
+        """As `event`, but never raises RecordError: it is left to the next record call."""
+        self._take_in("events", {**self._clock.stamp(), "event": name, **fields})
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Append to `metrics.jsonl`, one row a training step."""
@@ -157,15 +144,26 @@ class FileRecorder:
         await self._request(is_last=False)
 
     async def aclose(self) -> None:
-        """Write everything and end the thread. Idempotent.
+        """Write everything and end the thread; the loggers begin to end. Idempotent.
 
         Raises:
             RecordError: some of it could not be written.
         """
         if not self._is_closed:
             self._is_closed = True
-            await self._request(is_last=True)
+            try:
+                await self._request(is_last=True)
+            finally:
+                self._loggers.end()
             self._thread.join(_THREAD_END_S)  # to answer was the last thing that it had to do
+
+    async def aclose_loggers(self) -> None:
+        """Wait until the loggers have ended; call after `aclose`. Idempotent.
+
+        Takes as long as a logger does: the caller sets the limit. Never raises: what failed is said
+        on stderr, and the run's files have all that the loggers were given.
+        """
+        await self._loggers.aclose()
 
     async def _request(self, *, is_last: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -174,11 +172,16 @@ class FileRecorder:
             if self._error is not None:
                 raise RecordError(str(self._error)) from self._error
             self._batch.flushes.append(_Flush(loop, done))
-            self._batch.is_last = is_last
+            self._batch.is_last |= is_last
             self._changed.notify()
         await done
 
     def _put(self, name: str, row: dict[str, Any]) -> None:
+        self._take_in(name, row)
+        with self._changed:
+            self._report_once()
+
+    def _take_in(self, name: str, row: dict[str, Any]) -> None:
         line = dump_json(row) + "\n"
         with self._changed:
             if self._error is None and self._waiting_bytes + len(line) > self._max_waiting_bytes:
@@ -188,7 +191,6 @@ class FileRecorder:
                 )
             if self._error is not None:
                 self.num_lost += 1
-                self._report_once()
                 return
             self._batch.rows.append((name, line))
             self._waiting_bytes += len(line)
@@ -199,12 +201,20 @@ class FileRecorder:
         if self._error is not None and not self._is_reported:
             self._is_reported = True
             raise RecordError(str(self._error)) from self._error
+        # A logger's failure loses no record, but ends the run as well.
+        error, self._logger_error = self._logger_error, None
+        if error is not None:
+            raise RecordError(str(error)) from error
+
+    def _take_logger_failure(self, error: RecordError) -> None:
+        with self._changed:
+            self._logger_error = error
 
     def _run(self) -> None:
         """The thread: takes what is there, writes it, until the last batch or an error."""
         batch = _Batch()
         try:
-            with _Files(self._folder, self._sinks) as files:
+            with _Files(self._folder, self._loggers) as files:
                 while not batch.is_last:
                     batch = self._take()
                     files.write(batch)
@@ -254,46 +264,38 @@ class FileRecorder:
 
 
 class _Files:
-    """The open files and loggers of the thread."""
+    """The open files of the thread; what lies in them goes on to the loggers."""
 
-    def __init__(self, folder: RunFolder, sinks: Sequence[Sink]) -> None:
+    def __init__(self, folder: RunFolder, loggers: LoggerThread) -> None:
         self._folder = folder
-        self._sinks = sinks
+        self._loggers = loggers
         self._files: dict[str, BufferedWriter] = {}
+        self._open = ExitStack()
 
     def __enter__(self) -> "_Files":
-        for name in ROW_FILES:
-            self._files[name] = self._folder.rows_path(name).open("ab")
-        for sink in self._sinks:
-            sink.open()
+        with ExitStack() as opening:
+            for name in ROW_FILES:
+                path = self._folder.rows_path(name)
+                self._files[name] = opening.enter_context(path.open("ab"))
+            self._open = opening.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sink in self._sinks:
-            sink.close()
-        for file in self._files.values():
-            file.close()
+        self._open.close()
 
     def write(self, batch: _Batch) -> None:
         for name, line in batch.rows:
             self._files[name].write(line.encode())
-            self._log(name, line)
         for file in self._files.values():
             file.flush()
+        for name, line in batch.rows:
+            self._loggers.put(name, line)
         if batch.status is not None:
             self._folder.write_status(batch.status)
         if batch.flushes:
             self._sync()
 
-    def _log(self, name: str, line: str) -> None:
-        for sink in self._sinks:
-            if name == "metrics":
-                sink.metrics(json.loads(line))
-            elif name == "validations":
-                sink.validation(json.loads(line))
-
     def _sync(self) -> None:
         for file in self._files.values():
             os.fsync(file.fileno())
-        for sink in self._sinks:
-            sink.flush()
+        self._loggers.flush()

@@ -26,6 +26,50 @@ _BEFORE_THE_KEY = {"model.lora_rank": 0}
 """What checkpoints were made with that do not name a structural key yet."""
 
 
+def nothing_left(folder: RunFolder, config: Config, step: int | None) -> str | None:
+    """Whether a run is complete, so that a resume would have nothing to do.
+
+    Args:
+        folder: of the run, open to read.
+        config: checked configuration to go on with.
+        step: the checkpoint's step to go on from; None: the newest.
+
+    Returns:
+        What to tell the user; None: there is something to do, or a checkpoint to make good.
+    """
+    summary = folder.read_summary()
+    if summary is None or summary["status"] != "completed":
+        return None
+    done = int(summary["steps"])
+    reason = _completeness(done, folder.read_config(), config)
+    if reason is None or step not in (None, done):
+        return None
+    root = folder.checkpoints_path
+    newest, _ = find_checkpoint(root)
+    is_there = newest is not None and newest.step == done
+    return reason if is_there or not list_checkpoints(root) else None
+
+
+def _completeness(done: int, before: Config, now: Config) -> str | None:
+    """Why a run that completed so many steps by one configuration is complete by another too."""
+    if _scores_at_end(now) and not _scores_at_end(before):
+        return None
+    total, epochs = now.trainer.total_training_steps, now.trainer.total_epochs
+    if total is not None:
+        if done < total:
+            return None
+        key, of = "trainer.total_training_steps", f"{done} of {total} steps"
+    elif before.trainer.total_training_steps is None and epochs <= before.trainer.total_epochs:
+        key, of = "trainer.total_epochs", f"{done} steps, {before.trainer.total_epochs} epochs"
+    else:
+        return None
+    return f"the run is complete ({of}); raise {key} to go on"
+
+
+def _scores_at_end(config: Config) -> bool:
+    return bool(config.data.val_files) and config.trainer.val_at_end
+
+
 def take_up(folder: RunFolder, config: Config, model: Path, step: int | None) -> ResumePoint | None:
     """Find where to go on and bring the run folder to that moment.
 
@@ -41,7 +85,7 @@ def take_up(folder: RunFolder, config: Config, model: Path, step: int | None) ->
     Raises:
         ConfigError: there is no checkpoint of that step.
         CheckpointError: it is broken, or does not fit; nothing was changed.
-        RecordError: the records have fewer rows than the checkpoint knew.
+        RecordError: the records have fewer rows than the checkpoint knew, or the disk fails.
     """
     root = folder.checkpoints_path
     try:

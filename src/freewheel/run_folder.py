@@ -1,25 +1,28 @@
 """The folder of a run: its files, who may write them, and how it is taken up again.
 
-One process at a time writes in it, by a lock that ends with the process however it ends. The three
-files that tell the story of training (`CUT_FILES`) are cut back to the checkpoint on resume; what
-is cut, checkpoints that are newer, and a line that a crash left half-written go to `superseded/`.
+One process at a time writes in it (`folder_lock`). The three files that tell the story of training
+(`CUT_FILES`) are cut back to the checkpoint on resume; what is cut, checkpoints that are newer, and
+a line that a crash left half-written go to `superseded/`.
 """
 
-import fcntl
+import contextlib
 import io
 import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from freewheel.config import Config, dump_config, load_config
+from freewheel.config.checks import Purpose
 from freewheel.errors import ConfigError, RecordError
 from freewheel.files import dump_json, make_folder, move, sync_folder, write_atomic
+from freewheel.folder_lock import LockState, lock_folder, lock_state
+from freewheel.run_origin import Origin
 from freewheel.status import RunStatus
 
 CUT_FILES = ("metrics", "validations", "samples")
@@ -33,6 +36,8 @@ class RunClock:
 
     Args:
         time_origin: wall-clock time of the first start, in seconds since the epoch.
+        at_least_s: where it goes on if the wall clock was set back since; what an earlier life
+            has recorded.
         wall: the wall clock.
         monotonic: the clock that the wall clock's jumps do not reach.
     """
@@ -41,13 +46,14 @@ class RunClock:
         self,
         time_origin: float,
         *,
+        at_least_s: float = 0.0,
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.time_origin = time_origin
         self.wall = wall
         self.monotonic = monotonic
-        self._offset_s = max(0.0, wall() - time_origin) - monotonic()
+        self._offset_s = max(at_least_s, wall() - time_origin) - monotonic()
 
     def t_s(self) -> float:
         """Seconds since the run's first start."""
@@ -78,34 +84,71 @@ class RunFolder:
     """A run folder. Make one by `create`, `resume` (both lock it) or `look` (read only)."""
 
     def __init__(self, path: Path, lock: io.TextIOWrapper | None = None) -> None:
-        self.path = path
+        # Workers have another working directory, perhaps on another machine.
+        self.path = path.absolute()
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path, config: Config) -> "RunFolder":
+    def create(
+        cls, path: Path, config: Config, *, purpose: Purpose = "train", target: str = ""
+    ) -> "RunFolder":
         """Begin a new run.
+
+        Args:
+            path: its folder.
+            config: resolved configuration.
+            purpose: what it is for; a validation is not resumed.
+            target: of a validation: what it scores.
 
         Raises:
             ConfigError: the folder holds a run, is in use, or cannot be made.
+            RecordError: it takes no files.
         """
         cls.check_free(path)
-        folder = cls(path, _lock_folder(path))
-        origin = {"time_origin": time.time(), "host": socket.gethostname()}
-        write_atomic(folder.origin_path, dump_json(origin) + "\n")
-        folder.write_config(config)
+        folder = cls(path, lock_folder(path))
+        origin = Origin(
+            time_origin=time.time(), host=socket.gethostname(), purpose=purpose, target=target
+        )
+        try:
+            folder._begin(config, origin)
+        except RecordError:
+            folder.close()
+            raise
         return folder
 
-    @staticmethod
-    def check_free(path: Path) -> None:
-        """Refuse a folder that holds a run.
+    def _begin(self, config: Config, origin: Origin) -> None:
+        with _writing(self.origin_path):
+            origin.write(self.origin_path)
+        self.write_config(config)
+
+    @classmethod
+    def check_free(cls, path: Path) -> None:
+        """Refuse a folder that holds a run, or a validation.
 
         Raises:
             ConfigError: it does.
         """
-        if holds_run(path):
+        if not holds_run(path):
+            return
+        if cls(path).read_origin().purpose == "validate":
+            raise ConfigError(f"{path} holds a validation; choose another folder")
+        raise ConfigError(
+            f"{path} holds a run; resume it (freewheel resume {path}), or choose another "
+            "trainer.run_dir"
+        )
+
+    @classmethod
+    def check_resumable(cls, path: Path) -> None:
+        """Refuse a folder whose run cannot be resumed.
+
+        Raises:
+            ConfigError: it holds no run, or a validation.
+        """
+        origin = cls.look(path).read_origin()
+        if origin.purpose == "validate":
             raise ConfigError(
-                f"{path} holds a run; resume it (freewheel resume {path}), or choose another "
-                "trainer.run_dir"
+                f"{path} holds a validation, which is not resumed; to score again: "
+                f"{origin.validate_command(path)}"
             )
 
     @classmethod
@@ -115,10 +158,12 @@ class RunFolder:
         Call `tidy` and `cut_back` before anything is recorded.
 
         Raises:
-            ConfigError: the folder holds no run, or is in use.
+            ConfigError: the folder holds no run that can be resumed, or is in use.
+            RecordError: it takes no files.
         """
+        cls.check_resumable(path)
         folder = cls.look(path)
-        folder._lock = _lock_folder(path)
+        folder._lock = lock_folder(path)
         return folder
 
     @classmethod
@@ -152,7 +197,7 @@ class RunFolder:
 
     @property
     def origin_path(self) -> Path:
-        """When the run started first."""
+        """When the run started first, and what it is for."""
         return self.path / "origin.json"
 
     @property
@@ -164,17 +209,52 @@ class RunFolder:
         """One of the files in `ROW_FILES`."""
         return self.path / f"{name}.jsonl"
 
-    def clock(self) -> RunClock:
-        """A clock that counts from the run's first start."""
-        return RunClock(json.loads(self.origin_path.read_text(encoding="utf-8"))["time_origin"])
+    def clock(self, *, at_least_s: float = 0.0) -> RunClock:
+        """A clock that counts from the run's first start.
+
+        Args:
+            at_least_s: what it shows now or more, in seconds: the time that a checkpoint was cut.
+        """
+        return RunClock(self.read_origin().time_origin, at_least_s=at_least_s)
+
+    def make_logs(self) -> Path:
+        """The folder for what worker processes print, made if need be.
+
+        Raises:
+            RecordError: it cannot be.
+        """
+        logs = self.path / "logs"
+        with _writing(logs):
+            logs.mkdir(exist_ok=True)
+        return logs
+
+    def read_origin(self) -> Origin:
+        """How the run began.
+
+        Raises:
+            RecordError: `origin.json` is damaged.
+        """
+        return Origin.read(self.origin_path)
 
     def read_config(self) -> Config:
         """The resolved configuration."""
         return load_config(self.config_path)
 
     def write_config(self, config: Config) -> None:
-        """Replace the resolved configuration."""
-        write_atomic(self.config_path, dump_config(config))
+        """Replace the resolved configuration; another one that was there goes to `superseded/`.
+
+        Raises:
+            RecordError: it cannot be written; what was there before is untouched.
+        """
+        text = dump_config(config)
+        with _writing(self.config_path):
+            before = self.config_path.read_bytes() if self.config_path.exists() else None
+            if before == text.encode():
+                return
+            if before is not None:
+                # A copy, not a move: a folder without config.yaml holds no run.
+                write_atomic(self._superseded("config", ".yaml"), before.decode())
+            write_atomic(self.config_path, text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`. Blocks until it is on disk."""
@@ -191,25 +271,24 @@ class RunFolder:
         write_atomic(self.status_path, text, durable=False)
 
     def read_status(self) -> LastStatus | None:
-        """What the run said of itself last, if it ever did."""
-        found = _read_json(self.status_path)
-        if found is None:
-            return None
-        status = RunStatus.from_json(dump_json(found["status"]))
-        return LastStatus(
-            status=status, updated=found["updated"], pid=found["pid"], host=found["host"]
-        )
+        """What the run said of itself last; None if it never did, or the file is none of ours.
 
-    def is_in_use(self) -> bool:
-        """Whether a process on a machine that shares this file system holds the lock."""
+        A crash of the machine may leave an empty one: it is not brought to disk each time.
+        """
         try:
-            with _lock_path(self.path).open("r+", encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+            found = json.loads(self.status_path.read_text(encoding="utf-8"))
+            return LastStatus(
+                status=RunStatus.from_json(dump_json(found["status"])),
+                updated=float(found["updated"]),
+                pid=int(found["pid"]),
+                host=str(found["host"]),
+            )
+        except (FileNotFoundError, ValueError, TypeError, LookupError):
+            return None
+
+    def lock_state(self) -> LockState:
+        """Whether a process on a machine that shares this file system holds the lock."""
+        return lock_state(self.path)
 
     def num_rows(self) -> dict[str, int]:
         """Complete lines in each of the files, by name."""
@@ -298,28 +377,19 @@ def resolve_run_dir(config: Config, *, now: datetime | None = None) -> Path:
     return Path(name).expanduser()
 
 
-def _lock_path(path: Path) -> Path:
-    return path / ".lock"
+@contextlib.contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """Name what the disk does not take.
 
-
-def _lock_folder(path: Path) -> io.TextIOWrapper:
-    """Lock a folder, which is made if need be, until the file is closed or the process ends."""
+    Raises:
+        RecordError: instead of an OSError.
+    """
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = _lock_path(path).open("a+", encoding="utf-8")
+        yield
     except OSError as error:
-        raise ConfigError(f"run folder {path} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise ConfigError(f"run folder {path} is in use by {holder}") from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
+        raise RecordError(
+            f"{error.filename or path}: cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

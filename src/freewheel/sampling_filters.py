@@ -29,19 +29,21 @@ class Filters:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def apply_(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Top-k, then top-p over what it leaves, then min-p: removed tokens become -inf.
+        """Min-p, top-k, then top-p over what they leave: removed tokens become -inf.
+
+        The order is vLLM's, so that the trainer's distribution is that of either engine.
 
         Args:
             logits_NV: float32 (N, V), divided by the temperature; may be overwritten.
         """
+        if self.min_p > 0:
+            floor_N1 = logits_NV.amax(dim=-1, keepdim=True) + math.log(self.min_p)
+            logits_NV = logits_NV.masked_fill_(logits_NV < floor_N1, -torch.inf)
         if 0 < self.top_k < logits_NV.shape[1]:
             kth_N1 = logits_NV.topk(self.top_k, dim=-1).values[:, -1:]
             logits_NV = logits_NV.masked_fill_(logits_NV < kth_N1, -torch.inf)
         if self.top_p < 1:
             logits_NV = _filter_top_p(logits_NV, self.top_p)
-        if self.min_p > 0:
-            floor_N1 = logits_NV.amax(dim=-1, keepdim=True) + math.log(self.min_p)
-            logits_NV = logits_NV.masked_fill_(logits_NV < floor_N1, -torch.inf)
         return logits_NV
 
     def apply_but_to(self, targets_N: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
@@ -108,7 +109,8 @@ class RunStatus:
         Raises:
             ValueError: it is not a status.
         """
-        return _adapter().validate_json(text)
+        # Not the validator's own parser of JSON: it refuses what Python's writes (lone surrogates).
+        return _adapter().validate_python(json.loads(text))
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from freewheel.errors import FailureClass
+from freewheel.unicode_text import well_formed
 
 Ref: TypeAlias = Any
 """Opaque reference to bulk data (Ray object reference; the data itself under simulation)."""
@@ -64,6 +65,10 @@ class PromptInfo:
     num_prompt_tokens: int
     failure: FailureClass | None = None
     message: str = ""
+
+    def __post_init__(self) -> None:
+        """The message is well-formed Unicode, whatever the file holds."""
+        object.__setattr__(self, "message", well_formed(self.message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,12 @@ class RolloutOutcome:
     gen_s: float = 0.0
     reward_s: float = 0.0
     wall_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """What user code said is well-formed Unicode from here on: records and displays take it."""
+        object.__setattr__(self, "message", well_formed(self.message))
+        if isinstance(self.answer, str):
+            object.__setattr__(self, "answer", well_formed(self.answer))
 
     @property
     def min_version(self) -> int:

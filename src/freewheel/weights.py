@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class TensorSpec:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class WeightBundle:
     """All tensors of one policy version; `arrays` are their bytes, uint8 (num_bytes,) each."""
 
@@ -49,13 +50,14 @@ def pack_weights(
     """
     specs: list[TensorSpec] = []
     arrays: list[npt.NDArray[np.uint8]] = []
-    # By address and shape. They are kept, so that no other tensor gets the address of one.
-    seen: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+    # By address and shape. Memory that is gone again leaves its address to another tensor; it is
+    # not kept, as the gathered tensors of a sharded model would fill a GPU.
+    seen: dict[tuple[int, tuple[int, ...]], StorageWeakRef] = {}
     for name, tensor in named_tensors:
         key = (tensor.data_ptr(), tuple(tensor.shape))
-        if tensor.numel() and key in seen:
+        if tensor.numel() and key in seen and not seen[key].expired():
             continue
-        seen[key] = tensor
+        seen[key] = StorageWeakRef(tensor.untyped_storage())
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         content = tensor.detach().to(device="cpu", dtype=kind).contiguous()
         array = content.reshape(-1).view(torch.uint8).numpy()

@@ -4,12 +4,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from freewheel.liveness import SILENT_S, liveness
 from freewheel.progress_text import duration
 from freewheel.run_folder import LastStatus, RunFolder
 from freewheel.status import RunStatus, Wait
-
-SILENT_S = 10.0
-"""A live run that has not renewed its status for so long has a blocked control plane."""
 
 ADVICE = {
     1: "An unexpected error: please report it, with the traceback that was printed.",
@@ -21,12 +19,32 @@ ADVICE = {
     5: "See the lost worker's log (logs/); out of memory is the commonest cause. Then resume.",
     6: "Look at the last rows of metrics.jsonl (actor/grad_norm, rollout_corr/kl); a lower "
     "learning rate is the commonest remedy. Resume from the last checkpoint.",
-    7: "Free or mend the disk that the message names, then resume: earlier checkpoints are whole.",
+    7: "If something cannot be written, or not in time: free or mend the disk that the message "
+    "names, then resume; earlier checkpoints are whole. If a checkpoint is broken: freewheel "
+    "checkpoints RUN_DIR --verify tells which are whole, freewheel resume RUN_DIR --from STEP "
+    "takes another. If it does not fit: resume with the model, the data and the settings that it "
+    "was made with.",
     8: "A bug of Freewheel: please report it, with the run's events.jsonl.",
     9: "Correct the data that the message names.",
     10: "A bug of Freewheel: please report it, with the run's events.jsonl.",
-    11: "Free or mend the disk of the run folder, then resume.",
+    11: "Free or mend the disk of the run folder, or the logger that the message names, then "
+    "resume. If records have fewer lines than "
+    "the checkpoint knew: put them back from superseded/, or resume from an earlier checkpoint.",
+    12: "See why the trials failed (n_failed in validations.jsonl, the workers' logs under logs/), "
+    "mend that, and validate again.",
+    13: "See engine_mismatch/* in metrics.jsonl: a large difference means wrong weights or another "
+    "model in the engine; one that rounding explains (bfloat16: a few hundredths) wants a higher "
+    "health.max_logprob_difference.",
 }
+
+VALIDATION_ADVICE = {
+    **ADVICE,
+    5: "See the lost worker's log (logs/); out of memory is the commonest cause.",
+    6: "",
+    7: "See whether the checkpoint is whole (freewheel checkpoints RUN_DIR --verify).",
+    11: "Free or mend the disk of the folder.",
+}
+"""A validation by hand has nothing to resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +73,23 @@ def explain(folder: RunFolder, *, now_s: float | None = None) -> Explanation:
         return Explanation(
             doing="It has only begun, or ended before its first sign of life.",
             waiting_for="Unknown.",
-            because="There is no status yet.",
+            because="It has left no status, or none that can be read.",
             advice=f"See {folder.path / 'events.jsonl'} and {folder.path / 'logs'}.",
         )
-    if not folder.is_in_use():
-        return _explain_killed(folder, last, now_s)
-    return _explain_live(folder, last, now_s)
+    match liveness(folder, last, now_s=now_s):
+        case "live":
+            return _explain_live(folder, last, now_s)
+        case "dead":
+            return _explain_killed(folder, last, now_s)
+        case "unknown":
+            return _explain_unknown(folder, last, now_s)
 
 
 def _explain_end(folder: RunFolder, summary: dict[str, object]) -> Explanation:
-    code = int(str(summary["exit_code"]))
-    reports = _reports(folder)
+    origin = folder.read_origin()
+    code, reports = int(str(summary["exit_code"])), _reports(folder)
+    if origin.purpose == "validate":
+        return _explain_validation_end(folder, origin.target, summary, reports)
     if summary["status"] == "completed":
         done = f"It completed {summary['steps']} steps."
         return Explanation(
@@ -76,7 +100,7 @@ def _explain_end(folder: RunFolder, summary: dict[str, object]) -> Explanation:
             doing=f"It was stopped at step {summary['steps']}.",
             waiting_for="Nothing.",
             because=f"By {summary['cause']}.",
-            advice=f"To go on: freewheel resume {folder.path}",
+            advice=_how_to_go_on(folder),
             details=reports,
         )
     return Explanation(
@@ -88,22 +112,72 @@ def _explain_end(folder: RunFolder, summary: dict[str, object]) -> Explanation:
     )
 
 
+def _explain_validation_end(
+    folder: RunFolder, target: str, summary: dict[str, object], reports: tuple[str, ...]
+) -> Explanation:
+    code = int(str(summary["exit_code"]))
+    if summary["status"] == "completed":
+        doing, advice = f"It is a validation by hand and has scored {target}.", ""
+    else:
+        how = "was stopped" if summary["status"] == "stopped" else f"failed with exit code {code}"
+        doing = f"It is a validation by hand of {target}; it {how}."
+        advice = f"{VALIDATION_ADVICE.get(code, '')} {_how_to_go_on(folder)}".strip()
+    return Explanation(
+        doing=doing,
+        waiting_for="Nothing: it has ended.",
+        because=str(summary["cause"] or ""),
+        advice=advice,
+        details=reports,
+    )
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    origin = folder.read_origin()
+    if origin.purpose == "validate":
+        return f"To score again: {origin.validate_command(folder.path)}"
+    return f"To go on: freewheel resume {folder.path}"
+
+
 def _explain_killed(folder: RunFolder, last: LastStatus, now_s: float) -> Explanation:
-    saved = last.status.last_checkpoint
     return Explanation(
         doing="It is dead: no process holds the folder, and it wrote no summary.",
         waiting_for="Nothing.",
         because=(
             "It was killed (SIGKILL, out of memory, a lost machine) "
-            f"{duration(now_s - last.updated)} ago, at step {last.status.step}, "
-            f"while it was {last.status.phase}."
+            f"{duration(now_s - last.updated)} ago, {_at(last)}."
+        ),
+        advice=_how_to_go_on(folder) + _newest_checkpoint(folder, last),
+        details=(*_waits(last.status), *_reports(folder)),
+    )
+
+
+def _explain_unknown(folder: RunFolder, last: LastStatus, now_s: float) -> Explanation:
+    process = f"process {last.pid} on {last.host}"
+    return Explanation(
+        doing=f"It cannot be told from here whether it still runs, as {process}.",
+        waiting_for="Unknown.",
+        because=(
+            "The lock of its folder cannot be looked at (no permission, or no locks on its file "
+            f"system), and its last sign of life came {duration(now_s - last.updated)} ago, "
+            f"{_at(last)}."
         ),
         advice=(
-            f"To go on: freewheel resume {folder.path} "
-            f"({'no checkpoint yet' if saved is None else f'newest checkpoint: step {saved}'})"
+            f"On {last.host}, if the process is there: freewheel doctor --pid {last.pid}. If it "
+            f"is not: {_how_to_go_on(folder)}{_newest_checkpoint(folder, last)}"
         ),
         details=(*_waits(last.status), *_reports(folder)),
     )
+
+
+def _at(last: LastStatus) -> str:
+    return f"at step {last.status.step}, while it was {last.status.phase}"
+
+
+def _newest_checkpoint(folder: RunFolder, last: LastStatus) -> str:
+    if folder.read_origin().purpose == "validate":
+        return ""
+    saved = last.status.last_checkpoint
+    return f" ({'no checkpoint yet' if saved is None else f'newest checkpoint: step {saved}'})"
 
 
 def _explain_live(folder: RunFolder, last: LastStatus, now_s: float) -> Explanation:

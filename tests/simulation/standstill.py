@@ -96,8 +96,9 @@ def make_rules(  # noqa: C901 - one short function a rule
         slots = [slot for slot in pool.slots.values() if slot.updating_to is not None]
         return [(slot.replica_id, (slot.updating_to, slot.incarnation)) for slot in slots]
 
-    def validation() -> list[tuple[object, object]]:
-        return [] if (run := controller.roles.validator.current) is None else [(run.step, None)]
+    def validation(*, has_begun: bool) -> list[tuple[object, object]]:
+        run = controller.roles.validator.current
+        return [] if run is None or run.has_begun != has_begun else [(run.step, None)]
 
     def trainer_moves() -> tuple[int, ...]:
         """A trainer that is replaced has each limit again, and so has each step of its replay."""
@@ -133,7 +134,12 @@ def make_rules(  # noqa: C901 - one short function a rule
             lambda: [("step", (train.state.step, *trainer_moves()))] if train.is_training else [],
         ),
         ("weight update", health.sync_timeout_s, updates),
-        ("validation", config.validation.timeout_s + drain_s, validation),
+        (
+            "placement of a validation",
+            drain_s + health.startup_timeout_s + health.sync_timeout_s,
+            lambda: validation(has_begun=False),
+        ),
+        ("validation", config.validation.timeout_s, lambda: validation(has_begun=True)),
         # A copy, then its write; each has the limit.
         ("checkpoint", 2 * health.checkpoint_timeout_s, copies),
     ]

@@ -8,11 +8,14 @@ import pytest
 from freewheel.errors import (
     CheckpointError,
     InvariantError,
+    RecordError,
+    StartupError,
     TrainerLostError,
     TrainingDivergedError,
 )
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import Faults, SimSettings
+from freewheel.simulation.virtual_time import run_virtual
 from tests.simulation.scenarios import (
     VALIDATION_MODES,
     check_samples,
@@ -416,3 +419,93 @@ def test_prompts_that_all_fail_in_the_reward_are_named_by_what_failed():
     ends_with(run, 4, "all 5 prompts are set aside")
     assert "the environment raised ValueError" in run.end.cause
     assert "over-long" not in run.end.cause
+
+
+def refuse_record(name):
+    """The records fail at the event of this name; the error is raised once, as the recorder does.
+
+    What would be recorded later is lost.
+    """
+
+    def injure(controller, _backend):
+        record, failed = controller._recorder.event, []
+
+        def event(event_name, **fields):
+            if event_name == name and not failed:
+                failed.append(event_name)
+                raise RecordError("no space left")
+            if not failed:
+                record(event_name, **fields)
+
+        controller._recorder.event = event
+
+    return injure
+
+
+def test_records_that_fail_at_once_end_the_run_before_its_loops():
+    run = simulate(small_config(), SETTINGS, act=refuse_record("run_started"))
+    ends_with(run, RecordError.exit_code, "no space left")
+    assert (run.ended_s, run.end.summary["steps"]) == (0.0, 0)
+
+
+def test_records_that_fail_at_a_stop_do_not_keep_the_run_from_stopping():
+    stopped = []
+
+    def stop(controller):
+        controller.stop("SIGINT")
+        stopped.append(controller)
+
+    def injure(controller, backend):
+        refuse_record("stop_requested")(controller, backend)
+        asyncio.get_running_loop().call_at(20.0, stop, controller)
+
+    run = simulate(small_config(total_training_steps=1000), SETTINGS, act=injure)
+    assert stopped
+    assert (run.end.status, run.end.exit_code) == ("stopped", 130)
+    assert run.end.summary["checkpoints"][-1] == run.end.summary["steps"] > 0
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_books_that_cannot_be_counted_do_not_hide_the_runs_end(times):
+    def injure(controller, _backend):
+        count, left = controller.roles.ledger.counts, [times]
+
+        def counts():
+            if controller._ending and left[0] > 0:
+                left[0] -= 1
+                raise RuntimeError("dictionary changed size during iteration")
+            return count()
+
+        controller.roles.ledger.counts = counts
+
+    whole = simulate(small_config(), SETTINGS).end
+    end = simulate(small_config(), SETTINGS, act=injure).end
+    if times == 1:
+        assert end == whole
+        return
+    assert (end.status, end.exit_code) == ("failed", 1)
+    assert end.cause == "RuntimeError: dictionary changed size during iteration"
+    assert (end.summary["steps"], end.summary["policy_version"]) == (
+        8,
+        whole.summary["policy_version"],
+    )
+    assert end.summary.keys() == whole.summary.keys()
+    assert end.summary["samples"].keys() == whole.summary["samples"].keys()
+    assert end.summary["trainer_wait_s"].keys() == whole.summary["trainer_wait_s"].keys()
+
+
+def test_the_first_cause_stays_whatever_the_end_is_told_later():
+    found = []
+
+    def injure(controller, backend):
+        trainer = backend.fake_trainer
+        error = TrainingDivergedError("loss is nan")
+        trainer.train_step = fail_at(trainer.train_step, call=1, error=error)
+        found.append(controller)
+
+    simulate(small_config(), SETTINGS, act=injure)
+
+    async def later():
+        return found[0].end_by(StartupError("later"))
+
+    assert run_virtual(later).cause == "TrainingDivergedError: loss is nan"

@@ -36,7 +36,8 @@ def test_a_healthy_run_raises_no_alarm():
     assert run.end.summary["restarts"] == 0
 
 
-def test_a_replica_that_answers_but_produces_no_tokens_is_replaced():
+@pytest.mark.parametrize("action", ["end", "off"])
+def test_a_replica_that_answers_but_produces_no_tokens_is_replaced(action):
     def act(controller, backend):
         make, made = backend.replica, 0
 
@@ -60,7 +61,7 @@ def test_a_replica_that_answers_but_produces_no_tokens_is_replaced():
 
         backend.replica = replica
 
-    config = config_with(replica_stall_s=10.0)
+    config = config_with(replica_stall_s=10.0, watchdog=action)
     run, _ = watched(config, SimSettings(seed=2), act)
     assert run.end.exit_code == 0, run.end.cause
     stalled = [e for e in run.recorder.rows("events") if e["event"] == "replica_stalled"]

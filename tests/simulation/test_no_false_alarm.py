@@ -9,6 +9,7 @@ from freewheel.config import check_config
 from freewheel.config.sections import ModelConfig
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import Faults, SimSettings
+from freewheel.types import Purpose
 from tests.simulation.scenarios import (
     FIELD_MODES,
     VALIDATION_MODES,
@@ -122,6 +123,35 @@ def test_no_run_that_moves_is_ended(mode, validation_mode, faults):
         except BaseException as error:
             error.add_note(f"seed {seed}: {config}\n{settings}")
             raise
+
+
+def test_nothing_starts_while_the_rollouts_before_an_exclusive_validation_drain():
+    """Not even the groups with failed members: those are many here."""
+    begun, num_parked = [], 0
+
+    def act(controller, _backend):
+        roles = controller.roles
+        lease = roles.pool._lease
+
+        def watched(candidates, purpose, holder):
+            nonlocal num_parked
+            given = lease(candidates, purpose, holder)
+            run = roles.validator.current
+            if given is not None and purpose is Purpose.TRAINING and run is not None:
+                begun.append((run.step, holder))
+            num_parked += run is not None and bool(roles.admission._returning)
+            return given
+
+        roles.pool._lease = watched
+
+    for seed in range(3):
+        config = small_config(validation_mode="exclusive", total_training_steps=20)
+        settings = SimSettings(seed=seed, faults=Faults(environment=0.3))
+        run = simulate(config, settings, act=act)
+        assert run.end.exit_code == 0, run.end.cause
+        check_validations(config, run)
+    assert begun == []
+    assert num_parked > 0, "no group waited while a validation drained or ran"
 
 
 def test_groups_that_wait_for_an_exclusive_validation_are_no_stall():

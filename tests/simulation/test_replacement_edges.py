@@ -1,11 +1,17 @@
 """A replacement of the trainer meets other things at their worst moment."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 
-from freewheel.errors import TrainerLostError, TrajectoriesLostError, WeightsLostError
+from freewheel.errors import (
+    DataError,
+    TrainerLostError,
+    TrajectoriesLostError,
+    WeightsLostError,
+)
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import SimSettings
 from tests.simulation.scenarios import check_samples, small_config
@@ -157,3 +163,219 @@ def test_a_copy_is_made_again_also_after_trajectories_were_lost():
     run = simulate(patient(small_config(save_freq=3)), SimSettings(seed=6), act=act)
     assert run.end.exit_code == 0, run.end.cause
     assert run.end.summary["checkpoints"] == [3, 6, 8]
+
+
+def loads_fail(version, *, after_s, again_s):
+    """For `act`: the first publication of a version cannot be had, and is slow when it is renewed.
+
+    The failing load takes `after_s`, those of the second publication `again_s`.
+    """
+    first = []
+
+    def act(_controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+            update = fake.update_weights
+
+            async def update_weights(weights):
+                if weights.version == version and not first:
+                    first.append(weights)
+                if first and weights is first[0]:
+                    await asyncio.sleep(after_s)
+                    raise WeightsLostError("node lost")
+                if weights.version == version:
+                    await asyncio.sleep(again_s)
+                await update(weights)
+
+            fake.update_weights = update_weights
+            return fake
+
+        backend.replica = replica
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("startup_s", "after_s", "again_s"),
+    [(45.0, 0.0, 0.0), (0.2, 28.0, 28.0)],
+    ids=["a long replacement", "a short one between two long loads"],
+)
+def test_weights_that_are_being_published_again_are_no_stall(startup_s, after_s, again_s):
+    """The limit of a load is 30 s, with twice the grace 40 s: less than trainer and loads take."""
+    config = patient(small_config(save_freq=0, test_freq=0))
+    config = replace(config, async_training=replace(config.async_training, max_staleness=4))
+    settings = SimSettings(seed=3, startup_s=startup_s, train_step_s=0.1, publish_s=0.01)
+    reports = Reports()
+    act = loads_fail(2, after_s=after_s, again_s=again_s)
+    run = simulate(config, settings, act=act, reporter=reports)
+    assert run.end.exit_code == 0, run.end.cause
+    assert reports.sentences == []
+    assert run.end.summary["restarts"] == 1
+    assert num_events(run, "weights_lost") > 0
+
+
+SHORT_BUT_FOR_CHECKPOINTS = {
+    "startup_timeout_s": 30.0,
+    "train_step_timeout_s": 30.0,
+    "sync_timeout_s": 30.0,
+    "checkpoint_timeout_s": 600.0,
+}
+"""A start and a step take at most 60 s together, with twice the grace 70 s."""
+
+
+def test_a_replacement_that_waits_for_a_long_commit_is_no_stall():
+    trainers, reports = Trainers(0, chance=0.0), Reports()
+    commits = []
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        commit = controller.roles.checkpointer._store.commit
+
+        async def slow_commit(step, control):
+            if not commits:
+                asyncio.get_running_loop().call_later(1.0, trainers.all[0].kill)
+            commits.append(step)
+            await asyncio.sleep(100.0)
+            return await commit(step, control)
+
+        controller.roles.checkpointer._store.commit = slow_commit
+
+    config = patient(small_config(save_freq=4, test_freq=0), **SHORT_BUT_FOR_CHECKPOINTS)
+    settings = SimSettings(seed=2, train_step_s=1.0, write_s=0.5)
+    run = simulate(config, settings, act=act, reporter=reports)
+    assert run.end.exit_code == 0, run.end.cause
+    assert reports.sentences == []
+    assert len(trainers.all) == 2
+
+
+def test_a_replacement_that_makes_a_long_copy_again_is_no_stall():
+    trainers, reports = Trainers(0, chance=0.0), Reports()
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        first = trainers.all[0]
+
+        async def die(*_):
+            first.kill()
+            raise TrainerLostError("died")
+
+        first.write_state = die
+
+    config = patient(small_config(save_freq=4, test_freq=0), **SHORT_BUT_FOR_CHECKPOINTS)
+    settings = SimSettings(seed=2, train_step_s=1.0, write_s=0.5, copy_s=100.0)
+    run = simulate(config, settings, act=act, reporter=reports)
+    assert run.end.exit_code == 0, run.end.cause
+    assert reports.sentences == []
+    assert len(trainers.all) == 2
+
+
+FAILURE = DataError("another loop fails")
+
+
+def die_in_step(controller, trainers, step, *, then):
+    """The first trainer dies in this step; `then` so many seconds after the second is up."""
+    first = trainers.all[0]
+    train = first.train_step
+
+    async def train_step(request):
+        if request.step == step:
+            await asyncio.sleep(1.0)
+            first.kill()
+            raise TrainerLostError("died in the step")
+        return await train(request)
+
+    def on_event(row):
+        if row["event"] == "trainer_up" and len(trainers.all) == 2:
+            asyncio.get_running_loop().call_later(*then)
+
+    first.train_step = train_step
+    controller._recorder._on_event = on_event
+
+
+def fail_a_replica(controller):
+    def fail(_replica):
+        raise FAILURE
+
+    controller.roles.replicas[0]._next_update = fail
+    controller.roles.pool.changed.notify()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 2.0, 5.0, 9.0])
+def test_a_cut_is_written_when_another_loop_fails_during_a_replacement(after_s):
+    """The failure cancels the train loop, which has the trainer replaced; the cut is left."""
+    trainers = Trainers(0, chance=0.0)
+    config = patient(small_config(save_freq=4, test_freq=0), shutdown_timeout_s=300.0)
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        die_in_step(controller, trainers, 5, then=(after_s, fail_a_replica, controller))
+
+    settings = SimSettings(seed=2, write_s=3.0, startup_s=2.0, train_step_s=4.0)
+    run = simulate(config, settings, act=act)
+    assert run.end.error is FAILURE
+    assert len(trainers.all) == 3
+    assert all(fake.is_dead for fake in trainers.all)
+    assert run.end.summary["checkpoints"] == [4]
+    assert run.disk.states["/simulated/step_000004"]["digest"] == trainers.digests[4]
+    resumed = simulate(config, settings, run=run)
+    assert resumed.end.exit_code == 0, resumed.end.cause
+    check_samples(config, resumed)
+
+
+def test_each_failure_of_a_loop_is_recorded_and_the_first_is_the_cause():
+    """The write of the cut that is left fails, too."""
+
+    def act(controller, backend):
+        write = backend.fake_trainer.write_state
+
+        async def write_state(*args):
+            fail_a_replica(controller)
+            await write(*args)
+            raise DataError("the write fails, too")
+
+        backend.fake_trainer.write_state = write_state
+
+    run = simulate(small_config(save_freq=4, test_freq=0), SimSettings(seed=2), act=act)
+    assert run.end.error is FAILURE
+    failed = [row for row in run.recorder.rows("events") if row["event"] == "loop_failed"]
+    assert [(row["loop"], row["is_cause"]) for row in failed] == [
+        ("replica-0", True),
+        ("checkpoint", False),
+    ]
+    assert "the write fails, too" in failed[1]["error"]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
+def test_a_resume_whose_trainer_is_lost_before_trajectories_are_named_goes_on(after_s):
+    """While the resumed run waits for the data, which a rollout worker opens."""
+    config = patient(small_config(save_freq=1, test_freq=0))
+    settings = SimSettings(seed=1, startup_s=2.0, write_s=0.5)
+    run = simulate(config, settings, kill_at_s=25.0)
+    control = json.loads(run.checkpoints.saved[run.checkpoints.latest])
+    assert any(group["ready"] for group in control["ledger"]["open"])
+    trainers, reports = Trainers(0, chance=0.0), []
+
+    def act(controller, backend):
+        trainers(controller, backend)
+        roles = controller.roles
+        dataset = roles.workers.dataset
+
+        async def late_dataset(*args):
+            info = await dataset(*args)
+            await asyncio.sleep(5.0)
+            trainers.all[0].kill()
+            report = roles.trainer.report_lost(trainers.all[0], "died")
+            reports.append(asyncio.get_running_loop().create_task(report))
+            if after_s:
+                await asyncio.sleep(after_s)
+            roles.workers.dataset = dataset
+            return info
+
+        roles.workers.dataset = late_dataset
+
+    run = simulate(config, settings, run=run, act=act)
+    assert run.end.exit_code == 0, run.end.cause
+    assert len(trainers.all) == 2
+    check_samples(config, run)

@@ -180,7 +180,7 @@ def test_what_the_controller_writes_has_the_shape_that_a_resume_asks_for():
     texts = list(run.checkpoints.saved.values())
     assert texts
     assert any(json.loads(text)["ledger"]["open"] for text in texts)
-    assert [control_problem(text) for text in texts] == [None] * len(texts)
+    assert [control_problem(json.loads(text)) for text in texts] == [None] * len(texts)
 
 
 @pytest.mark.parametrize(

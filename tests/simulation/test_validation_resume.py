@@ -1,5 +1,6 @@
 """A validation that ran when its run was killed goes on: same version, the missing trials."""
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from freewheel.errors import TrainerLostError
+from freewheel.errors import ReplicaLostError, TrainerLostError
 from freewheel.simulation.run import SimRun, simulate
 from freewheel.simulation.settings import Faults, Lengths
 from tests.simulation.scenarios import (
@@ -331,3 +332,95 @@ def test_killed_at_random_moments_with_validations_all_the_time():
             raise
         num_taken_up += len(events(run, "weights_taken_back"))
     assert num_taken_up > 20
+
+
+def start_late(replica_ids, late_s):
+    """For `act`: these replicas take so much longer to start."""
+
+    def act(_controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+            start = fake.start
+
+            async def slow():
+                await asyncio.sleep(late_s if replica_id in replica_ids else 0.0)
+                await start()
+
+            fake.start = slow
+            return fake
+
+        backend.replica = replica
+
+    return act
+
+
+def patient_with_starts(config):
+    return replace(config, health=replace(config.health, startup_timeout_s=300.0))
+
+
+class Alarms:
+    """The watchdog's; there should be none."""
+
+    def __init__(self):
+        self.sentences = []
+
+    async def report(self, stall):
+        self.sentences.append(stall.sentence())
+
+
+@pytest.mark.parametrize("late", [{0, 1}, {1}], ids=["both replicas", "one replica"])
+def test_the_time_of_a_validation_does_not_run_before_a_replica_takes_its_trials(late):
+    """The replicas take twice its time to start, and so long the first one is for rollouts."""
+    config = patient_with_starts(small_config(total_training_steps=4, test_freq=0, save_freq=0))
+    alarms = Alarms()
+    run = simulate(config, SETTINGS, act=start_late(late, 120.0), reporter=alarms)
+    assert run.end.exit_code == 0, run.end.cause
+    assert alarms.sentences == []
+    check = row_of(run, 0)
+    assert (check["status"], check["n_done"]) == ("complete", 80), check["reason"]
+
+
+def test_the_time_of_a_resumed_validation_does_not_run_while_its_replica_is_for_rollouts():
+    config = patient_with_starts(small_config("async_partial", save_freq=1, test_freq=100))
+    _, run = kill_in_validation(config)
+    alarms = Alarms()
+    run = simulate(config, SETTINGS, run=run, act=start_late({1}, 120.0), reporter=alarms)
+    assert run.end.exit_code == 0, run.end.cause
+    assert alarms.sentences == []
+    assert row_of(run, 0)["status"] == "complete", row_of(run, 0)["reason"]
+    check_validations(config, run)
+
+
+def test_a_replica_that_never_loads_its_first_weights_holds_a_validation_up_for_its_limit_only():
+    """It is lost over each of its loads: replaced each time, and never of use."""
+
+    def act(_controller, backend):
+        make = backend.replica
+
+        def replica(replica_id):
+            fake = make(replica_id)
+
+            async def lost(_weights):
+                await asyncio.sleep(20.0)
+                raise ReplicaLostError("it died over its weights")
+
+            if replica_id == 1:
+                fake.update_weights = lost
+            return fake
+
+        backend.replica = replica
+
+    config = small_config(total_training_steps=4, test_freq=0, save_freq=0)
+    config = replace(config, health=replace(config.health, max_restarts=1000))
+    alarms = Alarms()
+    run = simulate(config, SETTINGS, act=act, reporter=alarms)
+    assert run.end.exit_code == 0, run.end.cause
+    assert alarms.sentences == []
+    row = row_of(run, 0)
+    assert row["status"] == "partial"
+    assert "validation.timeout_s" in row["reason"]
+    health = config.health
+    limit_s = health.startup_timeout_s + health.sync_timeout_s + config.validation.timeout_s
+    assert row["ended_s"] - row["started_s"] == pytest.approx(limit_s, abs=0.1)

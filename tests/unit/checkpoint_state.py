@@ -1,5 +1,6 @@
 """A control state as the controller writes it, for tests of checkpoint folders."""
 
+from pathlib import Path
 from typing import Any
 
 from freewheel.checkpoint import CONTROL_FORMAT
@@ -63,3 +64,20 @@ def control_state(step: int, **changes: Any) -> dict[str, Any]:
         "busy_s": [3.0, 4.0],
     }
     return {**state, **changes}
+
+
+def write_trainer_part(folder: Path, *, leave_out: tuple[str, ...] = ()) -> None:
+    """The files that a checkpoint has to have of the trainer, by name, all but empty."""
+    empty = (2).to_bytes(8, "little") + b"{}"
+    contents = {
+        "hf/config.json": b"{}",
+        "hf/model.safetensors": empty,
+        "trainer/optimizer.safetensors": empty,
+        "trainer/state.json": b"{}",
+        "trajectories.parquet": b"",
+    }
+    for name, content in contents.items():
+        path = folder / name
+        if name not in leave_out and not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)

@@ -188,6 +188,9 @@ def _distribution(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
     logits = logits / sampling.temperature
     order = logits.argsort(descending=True)
     keep = order.tolist()
+    if sampling.min_p > 0:
+        floor = float(logits.max()) + float(np.log(sampling.min_p))
+        keep = [token for token in keep if logits[token] >= floor]
     if sampling.top_k > 0:
         keep = keep[: sampling.top_k]
     probs = logits[keep].softmax(-1).tolist()
@@ -197,10 +200,6 @@ def _distribution(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
             break
         kept.append(token)
         mass += prob
-    best = logits[kept[0]]
-    if sampling.min_p > 0:
-        floor = float(np.log(sampling.min_p))
-        kept = [token for token in kept if logits[token] - best >= floor]
     filtered = torch.full_like(logits, -torch.inf)
     filtered[kept] = logits[kept]
     return filtered.log_softmax(-1)

@@ -321,6 +321,20 @@ class Raising:
         return 1.0
 
 
+class RaisingHalfAnEmoji:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate()
+        raise ValueError("unknown tool \ud83d")
+
+
+class AddsHalfAnEmoji:
+    async def run(self, episode: Episode) -> float:
+        await episode.generate("the tool says \ud83d")
+        await episode.add_text("\ud83d")
+        await episode.generate("\ud83d")
+        return 1.0
+
+
 class Exiting:
     async def run(self, episode: Episode) -> float:
         sys.exit("enough")

@@ -81,3 +81,19 @@ def test_an_open_group_that_waits_for_a_replica_is_kept_back_by_the_pin(bounded_
         assert not admission.is_blocked_by_pins()
         pool.pin(pin, [0])
     assert not admission.is_blocked_by_pins()
+
+
+def test_a_hold_of_open_groups_keeps_them_from_going_on_and_is_to_blame():
+    admission, pool, pin = make(num_open=1, max_open=1)
+    pool.unpin(pin, 0)
+    admission.hold("SIGINT")
+    group = OpenGroup()
+    with admission.returning(group):
+        admission.hold("validation-0", open_groups_too=True)
+        assert admission.try_return("group-0", group) is None
+        assert admission.return_blocked_by() == ["validation-0"]
+        assert admission.is_blocked_by_pins()
+        admission.release("validation-0")
+        assert not admission.is_blocked_by_pins()
+        assert admission.try_return("group-0", group) is not None, "a stop lets it go on"
+    assert admission.return_blocked_by() == ["group-0"], "it has the only slot"

@@ -274,7 +274,7 @@ def test_an_unsafe_header_is_refused_even_if_the_manifest_agrees(root, name, kin
 def test_the_real_files_pass_the_look_at_headers(root):
     for path in root.rglob("*.safetensors"):
         assert safetensors_problem(path) is None
-    assert control_problem(json.dumps(control_state(3))) is None
+    assert control_problem(control_state(3)) is None
 
 
 def test_a_checkpoint_whose_tensors_are_another_models_is_refused_by_the_trainer(

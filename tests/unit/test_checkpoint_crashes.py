@@ -33,11 +33,21 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> TrainerCore:
     return core
 
 
-def write(core: TrainerCore, root: Path, number: int, *, keep: int = 2) -> Path:
+def write(
+    core: TrainerCore,
+    root: Path,
+    number: int,
+    *,
+    keep: int = 2,
+    not_removed: list[Path] | None = None,
+) -> Path:
     """As the controller and the trainer do it together."""
+    stays = [] if not_removed is None else not_removed
 
     async def run() -> Path:
-        store = FileCheckpointStore(root, keep=keep)
+        store = FileCheckpointStore(
+            root, keep=keep, on_not_removed=lambda path, _error: stays.append(path)
+        )
         core.copy_state(number)
         folder = await store.begin(number)
         core.write_state(number, folder, make_groups(1), {number: core.export_weights()})
@@ -87,12 +97,15 @@ def check_goes_on(core: TrainerCore, root: Path, disk: Disk) -> None:
 def test_at_every_change_of_a_new_checkpoint(core, template, tmp_path, monkeypatch, error):
     disk = Disk(monkeypatch)
     total = num_changes(core, copy_of(template, tmp_path / "whole"), disk, 15)
-    in_place = max(
-        number
-        for number, (name, path) in enumerate(disk.trace, start=1)
-        if name == "replace" and str(path).endswith(".writing-step_000015")
+    in_place, latest_moved = (
+        max(
+            number
+            for number, (name, path) in enumerate(disk.trace, start=1)
+            if name == "replace" and str(path).endswith(source)
+        )
+        for source in (".writing-step_000015", ".writing-latest")
     )
-    assert total > in_place > 30
+    assert total > latest_moved + 10 > in_place > 30
     whole_trace = list(disk.trace)
     outcomes = set()
     for fail_at in range(1, total + 1):
@@ -105,17 +118,22 @@ def test_at_every_change_of_a_new_checkpoint(core, template, tmp_path, monkeypat
         if error is disk_full and names[-1][0] == "mkdir" and names[-1] in names[:-1]:
             # transformers makes it again, and minds no failure as long as it is there.
             expected = ()
+        if error is disk_full and fail_at > latest_moved + 1:
+            # It is whole and found: what is old and stays costs room alone.
+            expected = ()
+        not_removed: list[Path] = []
         with pytest.raises(expected) if expected else contextlib.nullcontext():
-            write(core, root, 15)
+            write(core, root, 15, not_removed=not_removed)
         disk.arm(0)
         found, problems = find_checkpoint(root)
         assert found is not None
         assert problems == []
         is_there = fail_at > in_place or not expected
+        assert len(not_removed) == (error is disk_full and fail_at > latest_moved + 1)
         assert found.step == (15 if is_there else 10), whole_trace[fail_at - 1]
         assert read_checkpoint((root / "latest").resolve()).step in {10, found.step}
         outcomes.add((found.step, latest(root)))
-        if error is CrashError:
+        if error is CrashError or not_removed:
             check_goes_on(core, root, disk)
         shutil.rmtree(root)
     assert outcomes == {

@@ -173,6 +173,45 @@ def test_resume_takes_the_runs_configuration(place, app):
     assert (config.rollout.n, options["from_step"]) == (3, 20)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["resume", "runs/here"], ["train", "recipe.yaml", "trainer.resume_mode=auto"]]
+)
+def test_a_validation_is_not_resumed_but_can_be_done_again(place, app, capsys, arguments):
+    config = load_config(place / "recipe.yaml")
+    target = str(place / "model")
+    folder = RunFolder.create(place / "runs/here", config, purpose="validate", target=target)
+    folder.close()
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert "holds a validation, which is not resumed" in err
+    assert not app.calls
+    advised = err.partition("freewheel ")[2].split()
+    assert main(advised) == 0
+    ((name, (_, scored, _), _),) = app.calls
+    assert (name, scored) == ("validation", target)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["resume", "runs/here"], ["train", "recipe.yaml", "trainer.resume_mode=auto"]]
+)
+def test_a_run_that_is_complete_is_told_so_and_nothing_starts(place, app, capsys, arguments):
+    total = "trainer.total_training_steps=9"
+    folder = make_run(place, total)
+    folder.write_summary({"status": "completed", "steps": 9})
+    folder.close()
+    before = {path: path.read_bytes() for path in folder.path.iterdir()}
+    more = [] if arguments[0] == "resume" else [total]
+    assert main([*arguments, *more]) == 0
+    assert capsys.readouterr().out == (
+        "runs/here: the run is complete (9 of 9 steps); raise trainer.total_training_steps to go "
+        "on\n"
+    )
+    assert not app.calls
+    assert {path: path.read_bytes() for path in folder.path.iterdir()} == before
+    assert main([*arguments, "trainer.total_training_steps=12"]) == 0
+    assert len(app.calls) == 1
+
+
 def test_validate_by_recipe_by_run_and_by_place(place, app):
     make_run(place, "rollout.n=5").close()
     checkpoint = place / "runs" / "here" / "checkpoints" / "step_000020"
@@ -254,6 +293,23 @@ def test_status_tells_running_ended_and_lost(place, capsys):
     assert found["state"] == "completed"
     assert found["status"]["step"] == 4
     assert found["summary"] == summary
+
+
+def test_status_of_a_run_whose_lock_cannot_be_looked_at(place, capsys, monkeypatch):
+    folder = make_run(place)
+    folder.close()
+    monkeypatch.setattr(RunFolder, "lock_state", lambda self: "unknown")
+    folder.write_status(RunStatus(phase="running", step=4))
+    main(["status", "runs/here", "--json"])
+    assert json.loads(capsys.readouterr().out)["state"] == "running"
+    head = json.loads(folder.status_path.read_text())
+    folder.status_path.write_text(json.dumps({**head, "updated": 5.0, "host": "node7"}))
+    main(["status", "runs/here"])
+    out = capsys.readouterr().out
+    assert "runs/here: unknown: its lock cannot be looked at" in out
+    assert f"ago from process {os.getpid()} on node7" in out
+    main(["status", "runs/here", "--json"])
+    assert json.loads(capsys.readouterr().out)["state"] == "unknown"
 
 
 def test_recipes_are_listed_found_and_copied(place, monkeypatch, capsys, app):

@@ -6,6 +6,7 @@ import pytest
 from annotated_types import Ge, Gt, Le
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from freewheel.config import Config, dump_config, load_config
@@ -13,6 +14,7 @@ from freewheel.config.keys import keys, nearest_key, sections
 from freewheel.config.reference import render_reference
 from freewheel.config.sections import TrainerConfig
 from freewheel.errors import ConfigError, FailureClass
+from freewheel.sampling_limits import MIN_TEMPERATURE
 
 TEXT = st.one_of(
     st.text(max_size=20),
@@ -53,6 +55,10 @@ def bounded(kind, metadata):
     high = next((p.le for p in parts if isinstance(p, Le)), None)
     if kind is int:
         return st.integers(low, high)
+    if kind is str:
+        return TEXT.filter(bool)  # the one bound of texts: not empty
+    if any(isinstance(p, AfterValidator) for p in parts):
+        return st.one_of(st.just(0.0), st.floats(MIN_TEMPERATURE, 1e6))
     exclude = any(isinstance(p, Gt) for p in parts)
     return st.floats(low, high, exclude_min=exclude, allow_nan=False, allow_infinity=False)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -80,6 +81,16 @@ async def test_new_weights_are_packed_without_a_request_too(tmp_path, monkeypatc
         await _until(lambda: engine._engine.is_settled)
         (result,) = await engine.generate([request("a", [5])], timeout_s=30)
         assert set(result.versions.tolist()) == {1}
+
+
+async def test_an_idle_engine_holds_no_bundle(tmp_path):
+    async with _engine(tmp_path) as engine:
+        weights = bundle(make_model("llama_untied", seed=1))
+        gone = weakref.ref(weights)
+        await engine.update_weights(1, weights)
+        del weights
+        await _until(lambda: engine._engine.is_settled)
+        await _until(lambda: gone() is None)
 
 
 async def test_at_the_deadline_what_there_is_comes_back(tmp_path, slow_steps):

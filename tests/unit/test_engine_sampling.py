@@ -22,6 +22,8 @@ def _requests(count, **sampling):
         {"top_k": 3},
         {"min_p": 0.2},
         {"top_k": 6, "top_p": 0.8, "min_p": 0.1, "temperature": 1.4},
+        # The order of the filters matters: here top-p first would keep one token more.
+        {"top_p": 0.8, "min_p": 0.3},
     ],
 )
 def test_frequencies_follow_the_distribution(sampling):

@@ -8,7 +8,13 @@ import pytest
 
 from freewheel.control.run_end import make_run_end
 from freewheel.control.run_state import ResumePoint
-from freewheel.errors import StalledError, TrainerLostError, TrainerStateLostError, WeightsLostError
+from freewheel.errors import (
+    CheckpointError,
+    StalledError,
+    TrainerLostError,
+    TrainerStateLostError,
+    WeightsLostError,
+)
 from freewheel.lives import run_lives
 
 LOST = TrainerStateLostError("gone")
@@ -92,3 +98,33 @@ def test_a_signal_between_two_lives_stops_the_run_with_a_summary(number, code):
     assert end.summary["steps"] == 7
     assert "gone" in end.cause
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("error", [CheckpointError("broken"), OSError(28, "No space left")])
+def test_a_run_that_cannot_be_taken_up_again_ends_with_its_cause_and_a_summary(error, capsys):
+    def fail():
+        raise error
+
+    run = Run((LOST, 20), (None, 40), act=fail)
+    end = run.run()
+    assert (end.status, end.exit_code, end.error) == ("failed", 5, LOST)
+    assert run.began == [None]
+    assert run.summaries == [end.summary]
+    assert str(error) in capsys.readouterr().err
+
+
+def test_a_stop_between_two_lives_keeps_its_exit_code_without_a_disk(capsys):
+    run = Run((LOST, 20), act=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    end = run_lives(
+        run.live,
+        None,
+        newest=lambda: point(run.step).folder,
+        take_up=run.take_up,
+        write_summary=refuse,
+    )
+    assert (end.status, end.exit_code) == ("stopped", 143)
+    assert "summary.json: OSError: [Errno 28] No space left" in capsys.readouterr().err
+
+
+def refuse(_summary):
+    raise OSError(28, "No space left")

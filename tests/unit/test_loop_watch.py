@@ -75,3 +75,26 @@ def test_the_thread_ends_with_the_loop():
     watch = asyncio.run(main())
     watch._thread.join(2)
     assert not watch._thread.is_alive()
+
+
+def test_the_watch_outlives_errors_of_those_whom_it_tells(capsys):
+    told = []
+
+    def fail(news):
+        told.append(news)
+        raise OSError(28, "No space left on device")
+
+    async def main():
+        watch = LoopWatch(limit_s=0.1, on_block=fail, on_turn=fail)
+        await asyncio.sleep(0.1)
+        sleep_culprit()
+        await asyncio.sleep(0.3)
+        assert len(told) >= 3
+        sleep_culprit()
+        await asyncio.sleep(0.3)
+        assert watch._thread.is_alive()
+        watch.close()
+        return sum(isinstance(news, float) for news in told)
+
+    assert asyncio.run(main()) == 2
+    assert "No space left on device" in capsys.readouterr().err

@@ -231,6 +231,18 @@ def test_pins_keep_back_the_only_slot_of_the_only_replica():
     assert not pool.pins_keep_back(0), "rollouts have it, no validation"
 
 
+def test_the_only_slot_is_a_rollouts_again_when_the_last_trials_have_begun():
+    pool, pin = pinned_pool(num_shared=1, capacity=1)
+    trial = pool.try_lease_validation("v", pin)
+    pool.release(trial)
+    assert pool.try_lease_training("g", min_version=0) is None
+    last = pool.try_lease_validation("v", pin)
+    pin.num_pending = 0
+    assert pool.try_lease_training("g", min_version=0) is None
+    pool.release(last)
+    assert pool.try_lease_training("g", min_version=0) is not None
+
+
 def test_the_other_replicas_take_over_the_rollouts_of_a_pinned_one():
     pool, pin = pinned_pool(num_shared=3, capacity=2)
     leases = [pool.try_lease_training("g", min_version=0) for _ in range(6)]
@@ -296,10 +308,12 @@ def test_until_the_other_replicas_have_started_the_pinned_one_is_for_rollouts():
     pin = Pin(name="validation", version=0, num_pending=3)
     pool.pin(pin, [0])
     assert pool.try_lease_validation("v", pin) is None
+    assert not pool.is_placed(pin), "it has the version, but is kept for rollouts"
     leases = [pool.try_lease_training("g", min_version=0) for _ in range(2)]
     assert [lease.replica_id for lease in leases] == [0, 0]
     assert not pool.pins_keep_back(0), "rollouts have both slots"
     publish(pool, 0, load=[1])
+    assert pool.is_placed(pin)
     assert pool.try_lease_training("h", min_version=0).replica_id == 1
     pool.release(leases[0])
     assert pool.try_lease_validation("v", pin).replica_id == 0

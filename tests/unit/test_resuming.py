@@ -12,10 +12,10 @@ from freewheel.checkpoint import FileCheckpointStore, list_checkpoints, read_che
 from freewheel.config import Config
 from freewheel.control.run_state import structure
 from freewheel.errors import CheckpointError, ConfigError, RecordError
-from freewheel.resuming import _check_fits, take_up
+from freewheel.resuming import _check_fits, nothing_left, take_up
 from freewheel.run_folder import CUT_FILES, RunFolder
-from tests.unit.checkpoint_state import control_state
-from tests.unit.disk_crashes import CrashError, Disk
+from tests.unit.checkpoint_state import control_state, write_trainer_part
+from tests.unit.disk_crashes import CrashError, Disk, disk_full
 
 CONFIG_JSON = {
     "model_type": "llama",
@@ -32,13 +32,16 @@ def make_model(folder: Path, *, tokenizer=TOKENIZER, **changes) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG_JSON, **changes}))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
 
 def write_checkpoint(root: Path, step: int, *, keep: int = 9, **control) -> Path:
     async def run() -> Path:
         store = FileCheckpointStore(root, keep=keep)
-        make_model(await store.begin(step) / "hf")
+        folder = await store.begin(step)
+        make_model(folder / "hf")
+        write_trainer_part(folder)
         return await store.commit(step, control_state(step, **control))
 
     return asyncio.run(run())
@@ -193,6 +196,40 @@ def test_a_structural_key_cannot_change(run_dir, model):
     assert structure(config) != structure(Config())
 
 
+def test_the_configuration_of_before_is_kept_when_a_resume_changes_it(run_dir, model):
+    changed = replace(Config(), trainer=replace(Config().trainer, save_freq=7))
+    resume(run_dir, model, step=10)
+    assert not list((run_dir / "superseded").glob("config.*"))
+    for number, config in ((1, changed), (2, Config())):
+        before = (run_dir / "config.yaml").read_bytes()
+        resume(run_dir, model, config=config)
+        assert RunFolder.look(run_dir).read_config() == config
+        assert (run_dir / f"superseded/config.{number}.yaml").read_bytes() == before
+
+
+def test_a_changed_configuration_on_a_full_disk_is_a_named_error(run_dir, model, monkeypatch):
+    changed = replace(Config(), trainer=replace(Config().trainer, save_freq=7))
+    resume(run_dir, model)
+    disk = Disk(monkeypatch)
+    disk.arm(0)
+    whole = run_dir.parent / "whole"
+    shutil.copytree(run_dir, whole, symlinks=True)
+    disk.arm(0)
+    resume(run_dir, model, config=changed)
+    trace = [(name, str(path)) for name, path in disk.trace]
+    at = [number for number, (_, path) in enumerate(trace, start=1) if ".config" in path]
+    assert len(at) >= 4  # the copy and the new one, each opened and moved
+    for fail_at in at:
+        disk.arm(0)
+        shutil.rmtree(run_dir)
+        shutil.copytree(whole, run_dir, symlinks=True)
+        disk.arm(fail_at, disk_full)
+        with pytest.raises(RecordError, match=r"config.*cannot be written: No space left"):
+            resume(run_dir, model, config=changed)
+        disk.arm(0)
+        assert RunFolder.look(run_dir).read_config() in (Config(), changed)
+
+
 def test_a_run_cannot_begin_or_end_an_adapter(run_dir, model):
     config = replace(Config(), model=replace(Config().model, lora_rank=8))
     with pytest.raises(CheckpointError, match=r"model\.lora_rank=8, but the run has 0"):
@@ -271,3 +308,74 @@ def test_a_resume_that_is_cut_off_can_be_done_again(run_dir, model, monkeypatch)
         disk.arm(0)
         step = resume(run_dir, model).control["train"]["step"]
         assert num_rows(run_dir)["metrics"] == step
+
+
+def settings(total=None, epochs=1, **data) -> Config:
+    config = Config()
+    trainer = replace(config.trainer, total_training_steps=total, total_epochs=epochs)
+    return replace(config, trainer=trainer, data=replace(config.data, **data))
+
+
+def complete(run_dir, config, *, status="completed", steps=15) -> RunFolder:
+    folder = RunFolder.look(run_dir)
+    folder.write_config(config)
+    folder.write_summary({"status": status, "steps": steps})
+    return folder
+
+
+def test_a_run_whose_steps_are_done_is_complete(run_dir):
+    folder = complete(run_dir, settings(15))
+    before = snapshot(run_dir)
+    reason = nothing_left(folder, settings(15), None)
+    assert reason == (
+        "the run is complete (15 of 15 steps); raise trainer.total_training_steps to go on"
+    )
+    assert nothing_left(folder, settings(15), 15) == reason
+    assert snapshot(run_dir) == before
+
+
+def test_a_run_whose_epochs_are_done_is_complete(run_dir):
+    folder = complete(run_dir, settings(epochs=2))
+    assert nothing_left(folder, settings(epochs=2), None) == (
+        "the run is complete (15 steps, 2 epochs); raise trainer.total_epochs to go on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "step"),
+    [
+        (settings(15), settings(16), None),
+        (settings(15), settings(None), None),
+        (settings(15), settings(15), 10),
+        (settings(epochs=2), settings(epochs=3), None),
+        (settings(epochs=2), settings(16, epochs=2), None),
+        # It has not been validated at its end.
+        (settings(15), settings(15, val_files="val.jsonl"), None),
+    ],
+)
+def test_a_run_with_something_left_is_not_complete(run_dir, before, now, step):
+    assert nothing_left(complete(run_dir, before), now, step) is None
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped"])
+def test_a_run_that_did_not_complete_is_taken_up(run_dir, status):
+    folder = complete(run_dir, settings(15), status=status)
+    assert nothing_left(folder, settings(15), None) is None
+
+
+def test_a_killed_run_is_taken_up(run_dir):
+    folder = complete(run_dir, settings(15))
+    folder.summary_path.unlink()
+    assert nothing_left(folder, settings(15), None) is None
+
+
+def test_a_complete_run_whose_newest_checkpoint_is_broken_is_taken_up(run_dir):
+    folder = complete(run_dir, settings(15))
+    flip(run_dir / "checkpoints/step_000015/control.json")
+    assert nothing_left(folder, settings(15), None) is None
+
+
+def test_a_complete_run_without_checkpoints_does_not_start_over(run_dir):
+    folder = complete(run_dir, settings(15))
+    shutil.rmtree(run_dir / "checkpoints")
+    assert "the run is complete" in str(nothing_left(folder, settings(15), None))

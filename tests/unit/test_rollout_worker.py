@@ -358,6 +358,7 @@ async def test_a_reward_that_fails(bench, reward, message):
     ("environment", "failure", "message"),
     [
         ("Raising", FailureClass.ENVIRONMENT, "raised ValueError: the tool broke (.*in run)"),
+        ("RaisingHalfAnEmoji", FailureClass.ENVIRONMENT, "raised ValueError: unknown tool \ufffd"),
         ("Exiting", FailureClass.ENVIRONMENT, "raised SystemExit: enough"),
         ("CancelsItself", FailureClass.ENVIRONMENT, "raised CancelledError"),
         ("Silent", FailureClass.ENVIRONMENT, "returned before the policy spoke"),
@@ -376,6 +377,22 @@ async def test_an_environment_that_fails(bench, environment, failure, message):
             raise AssertionError(outcomes[0].message)
         if environment == "Raising":
             assert outcomes[1].reward == 1.0
+
+
+async def test_text_that_is_not_unicode_goes_to_the_model_with_a_replacement(bench):
+    rows = [{"prompt": "half an emoji: \ud83d", "ground_truth": "1"}]
+    async with bench(rows, environment="AddsHalfAnEmoji") as at:
+        [info] = await at.worker.prepare(Split.TRAIN, [0])
+        assert info.failure is None
+        engine = at.engine(lambda request: f"ok{END}")
+        outcomes, [trajectory, _] = await at.worker.run_group(group_request(2), engine)
+        assert [outcome.reward for outcome in outcomes] == [1.0, 1.0]
+        text = at.decode(trajectory.token_ids)
+        assert "the tool says \ufffd" in text
+    async with bench(rows) as at:
+        engine = at.engine(lambda request: f"ok{END}")
+        _, [trajectory, _] = await at.worker.run_group(group_request(2), engine)
+        assert "half an emoji: \ufffd" in at.decode(trajectory.token_ids)
 
 
 @pytest.mark.parametrize("environment", ["single_turn", "CatchesAll"])

@@ -1,8 +1,12 @@
+import io
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ from freewheel.errors import ConfigError, RecordError
 from freewheel.files import dump_json, write_atomic
 from freewheel.run_folder import RunClock, RunFolder, resolve_run_dir
 from freewheel.status import RunningValidation, RunStatus, ScoredValidation, Wait
+from tests.unit.disk_crashes import Disk, disk_full
 
 
 @pytest.fixture
@@ -52,13 +57,39 @@ def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):
 
 
 def test_one_process_at_a_time(folder):
-    assert folder.is_in_use()
+    assert folder.lock_state() == "held"
     with pytest.raises(ConfigError, match=r"is in use by process \d+"):
         RunFolder.resume(folder.path)
     folder.close()
     folder.close()
-    assert not folder.is_in_use()
+    assert folder.lock_state() == "free"
     RunFolder.resume(folder.path).close()
+
+
+def test_a_validation_is_not_resumed(tmp_path):
+    target = "/runs/a/checkpoints/step_000040"
+    folder = RunFolder.create(tmp_path / "out", Config(), purpose="validate", target=target)
+    folder.close()
+    again = re.escape(f"freewheel validate {target} --run {folder.path}")
+    with pytest.raises(ConfigError, match=f"holds a validation, which is not resumed.*{again}$"):
+        RunFolder.resume(folder.path)
+    with pytest.raises(ConfigError, match="holds a validation; choose another folder"):
+        RunFolder.create(folder.path, Config())
+    assert folder.lock_state() == "free"
+
+
+def test_a_folder_that_says_nothing_of_its_purpose_is_of_training(folder):
+    folder.close()
+    folder.origin_path.write_text('{"time_origin": 5.0, "host": "a"}\n')
+    assert folder.read_origin().purpose == "train"
+    RunFolder.resume(folder.path).close()
+
+
+def test_a_damaged_origin_is_a_named_error(folder):
+    folder.close()
+    folder.origin_path.write_text("")
+    with pytest.raises(RecordError, match=r"origin\.json does not say how the run began"):
+        RunFolder.resume(folder.path)
 
 
 def test_lock_ends_with_the_process(tmp_path):
@@ -158,6 +189,92 @@ def test_time_goes_on_after_a_resume():
     stamp = resumed.stamp()
     assert stamp == {"t_s": 62.5, "time": "1970-01-01T00:17:40.000+00:00", "monotonic_s": 7.5}
     assert RunClock(1000.0, wall=lambda: 900.0, monotonic=lambda: 1.0).t_s() == 0
+
+
+def test_time_never_goes_backwards_when_the_wall_clock_was_set_back():
+    now = [5.0]
+    clock = RunClock(1000.0, at_least_s=300.0, wall=lambda: 900.0, monotonic=lambda: now[0])
+    assert clock.t_s() == 300
+    now[0] = 7.0
+    assert clock.stamp()["t_s"] == 302
+    later = RunClock(1000.0, at_least_s=300.0, wall=lambda: 1400.0, monotonic=lambda: 1.0)
+    assert later.t_s() == 400
+
+
+def test_the_folder_takes_a_resume_s_clock_from_its_checkpoint(folder):
+    folder.origin_path.write_text(json.dumps({"time_origin": time.time() + 3600}))
+    assert folder.clock().t_s() < 1
+    assert 500 <= folder.clock(at_least_s=500.0).t_s() < 510
+
+
+def test_a_relative_folder_is_the_same_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(Path("runs/here"), Config())
+    folder.close()
+    resumed = RunFolder.resume(Path("runs/here"))
+    resumed.close()
+    for found in (folder, resumed, RunFolder.look(Path("runs/here"))):
+        assert found.path == tmp_path / "runs" / "here"
+        assert found.checkpoints_path == tmp_path / "runs" / "here" / "checkpoints"
+
+
+def test_a_disk_that_takes_nothing_is_a_named_error(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    disk.arm(0)
+    RunFolder.create(tmp_path / "whole", Config()).close()
+    total = len(disk.trace)
+    assert total >= 8
+    for fail_at in range(1, total + 1):
+        disk.arm(fail_at, disk_full)
+        with pytest.raises((ConfigError, RecordError), match=r"cannot be written: No space left"):
+            RunFolder.create(tmp_path / str(fail_at), Config())
+        disk.arm(0)
+        if not (tmp_path / str(fail_at) / "config.yaml").exists():
+            # The lock is given back, and nothing is in the way of another try.
+            RunFolder.create(tmp_path / str(fail_at), Config()).close()
+
+
+def test_a_lock_that_cannot_be_written_is_a_named_error(tmp_path, monkeypatch):
+    class Full(io.TextIOWrapper):
+        def flush(self):
+            raise disk_full()
+
+    opened = Path.open
+
+    def open_full(self, *args, **options):
+        file = opened(self, *args, **options)
+        return Full(file.detach(), encoding="utf-8") if self.name == ".lock" else file
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(RecordError, match=r"\.lock: cannot be written: No space left"):
+        RunFolder.create(tmp_path / "run", Config())
+
+
+def test_logs_that_cannot_be_made_are_a_named_error(folder):
+    assert folder.make_logs() == folder.make_logs() == folder.path / "logs"
+    (folder.path / "logs").rmdir()
+    (folder.path / "logs").write_text("")
+    with pytest.raises(RecordError, match="logs: cannot be written"):
+        folder.make_logs()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "{",
+        '{"status": {}}',
+        '{"status": {"phase": "running"}}',
+        '{"status": {"phase": 5}, "updated": 1, "pid": 1, "host": "h"}',
+        '{"status": {"phase": "running"}, "updated": null, "pid": 1, "host": "h"}',
+        b"\xff",
+    ],
+)
+def test_a_status_that_cannot_be_read_is_none(folder, text):
+    folder.status_path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert folder.read_status() is None
 
 
 def test_run_dir_fields_are_filled_in(tmp_path):

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from freewheel.config import check_config
 from freewheel.config.sections import Config, DataConfig, HealthConfig, ModelConfig, RolloutConfig
+from freewheel.engine.sampling import _draw as _engine_draw
 from freewheel.errors import ConfigError, EngineMismatchError
 from freewheel.trainer.core import TrainerCore
-from freewheel.types import TrainRequest
+from freewheel.types import SamplingParams, TrainRequest
 from tests.unit.test_trainer_core import sequence_logprobs
 from tests.unit.trainer_models import make_groups, save_model
 from tests.unit.trainer_runs import make_config
@@ -102,12 +103,61 @@ def test_beyond_the_limit_the_run_ends(model_path):
     assert caught.value.exit_code == 13
 
 
-def test_no_limit_where_the_engine_samples_from_another_distribution():
-    config = Config(
+def _limited(**rollout):
+    return Config(
         data=DataConfig(train_files="a.jsonl"),
         model=ModelConfig(path="m"),
-        rollout=RolloutConfig(top_p=0.9),
+        rollout=RolloutConfig(**rollout),
         health=HealthConfig(max_logprob_difference=0.1),
     )
-    with pytest.raises(ConfigError, match=r"health\.max_logprob_difference = 0\.1"):
-        check_config(config)
+
+
+def test_no_limit_where_there_is_no_distribution_to_compare():
+    with pytest.raises(ConfigError, match=r"health\.max_logprob_difference = 0\.1, rollout\.temp"):
+        check_config(_limited(temperature=0.0))
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.5, "top_k": 5}]
+)
+def test_a_limit_goes_with_filters_under_which_the_trainer_scores_too(filters):
+    check_config(_limited(**filters))
+
+
+def test_filters_are_no_mismatch(model_path):
+    """What the engine draws and records under filters, the trainer finds the same."""
+    rollout = RolloutConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
+    config = dataclasses.replace(
+        make_config(), rollout=rollout, health=HealthConfig(max_logprob_difference=1e-3)
+    )
+    core = TrainerCore(config, model_path)
+    core.start(None)
+    core.export_weights()
+    groups = make_groups(2, 4)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    for trajectory in (t for group in groups for t in group):
+        _draw(model, trajectory, rollout)
+    metrics = _train(core, groups)
+    assert metrics[TOKENS] > 0
+    assert metrics[MAX] < 1e-4
+
+
+def _draw(model, trajectory, rollout):
+    """Replace the sampled tokens by such as the embedded engine draws, and its logprobs."""
+    sampling = SamplingParams(
+        max_tokens=1,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        seed=7,
+    )
+    places = np.flatnonzero(trajectory.loss_mask)
+    for place in places:
+        prefix = torch.tensor(trajectory.token_ids[None, :place], dtype=torch.long)
+        with torch.inference_mode():
+            logits = model(prefix).logits[0, -1:].float().clone()
+            token_ids, logprobs = _engine_draw(logits, torch.rand(1), sampling)
+        trajectory.token_ids[place] = int(token_ids[0])
+        trajectory.rollout_logprobs[place] = float(logprobs[0])
+    trajectory.versions[places] = 3

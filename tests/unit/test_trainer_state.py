@@ -205,6 +205,24 @@ def test_the_folder_loads_in_transformers(model_path: Path, tmp_path: Path) -> N
     assert not [name for name in files if Path(name).suffix in {".pt", ".pth", ".bin", ".pkl"}]
 
 
+def test_a_folder_that_is_not_there_is_not_made(model_path: Path, tmp_path: Path) -> None:
+    """It was made elsewhere: what is written here would be in no checkpoint."""
+    core = make_core(model_path)
+    core.copy_state(1)
+    missing = tmp_path / "runs" / "checkpoint"
+    with pytest.raises(CheckpointError, match=r"checkpoint: is not there.*same path on all nodes"):
+        core.write_state(1, missing, [])
+    assert not missing.parent.exists()
+    with pytest.raises(FileNotFoundError):
+        state.write_copy(core_copy(core), missing, core._policy.model, model_path, {})
+    assert not missing.parent.exists()
+
+
+def core_copy(core: TrainerCore) -> state.StateCopy:
+    core.copy_state(2)
+    return core._copies[2]
+
+
 def test_at_most_two_copies_and_each_is_freed(model_path: Path, tmp_path: Path) -> None:
     core = make_core(model_path)
     core.copy_state(1)

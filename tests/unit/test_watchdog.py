@@ -6,7 +6,7 @@ import pytest
 
 from freewheel.control.waits import WaitTable
 from freewheel.control.watchdog import Stage, Watchdog
-from freewheel.errors import StalledError
+from freewheel.errors import RecordError, StalledError
 from freewheel.simulation.virtual_time import run_virtual
 
 
@@ -103,6 +103,21 @@ def test_recover_without_a_way_to_recover_ends_the_run():
     async def main():
         watchdog, _, _ = make(Work(), action="recover")
         with pytest.raises(StalledError):
+            await watchdog.run()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("action", ["end", "report"])
+def test_a_stall_that_cannot_be_recorded_ends_the_run_as_a_stall(action):
+    async def main():
+        watchdog, reports, _ = make(Work(), action=action)
+
+        async def refuse(stall):
+            raise RecordError("no space left")
+
+        reports.report = refuse
+        with pytest.raises(StalledError, match="rollout has work but has not moved"):
             await watchdog.run()
 
     run_virtual(main)

@@ -1,9 +1,12 @@
 """`freewheel why` on live, stuck, killed and ended runs."""
 
+import os
+import socket
 import time
 
 import pytest
 
+from freewheel.cli.exit_codes import exit_codes
 from freewheel.cli.main import main
 from freewheel.config import Config
 from freewheel.run_folder import RunFolder
@@ -74,6 +77,54 @@ def test_a_failed_run_gives_cause_report_and_advice(folder):
     assert answers.details[0].endswith("20260101-000000-rollout")
 
 
+@pytest.fixture
+def validation(tmp_path):
+    """The folder of a validation by hand."""
+    folder = RunFolder.create(
+        tmp_path / "validation", Config(), purpose="validate", target="/runs/a/checkpoints/step_40"
+    )
+    yield folder
+    folder.close()
+
+
+def test_where_the_lock_cannot_be_looked_at_the_last_sign_of_life_decides(folder, monkeypatch):
+    monkeypatch.setattr(RunFolder, "lock_state", lambda self: "unknown")
+    folder.write_status(STATUS)
+    assert explain(folder).doing.startswith("It is running: step 7")
+    answers = explain(folder, now_s=time.time() + 60)
+    here = f"process {os.getpid()} on {socket.gethostname()}"
+    assert answers.doing == f"It cannot be told from here whether it still runs, as {here}."
+    assert "lock of its folder cannot be looked at" in answers.because
+    assert "1m 00s ago, at step 7, while it was running" in answers.because
+    assert f"freewheel doctor --pid {os.getpid()}" in answers.advice
+    assert "If it is not: To go on: freewheel resume" in answers.advice
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 130, 143])
+def test_no_advice_resumes_a_validation(validation, code):
+    again = f"freewheel validate /runs/a/checkpoints/step_40 --run {validation.path}"
+    end(validation, status="failed" if code < 100 else "stopped", exit_code=code)
+    answers = explain(validation)
+    assert again in answers.advice
+    assert "resume" not in answers.advice.replace(again, "").lower()
+    assert "validation by hand of /runs/a/checkpoints/step_40" in answers.doing
+
+
+def test_a_killed_validation_is_scored_again(validation):
+    validation.write_status(STATUS)
+    validation.close()
+    assert explain(validation).advice == (
+        f"To score again: freewheel validate /runs/a/checkpoints/step_40 --run {validation.path}"
+    )
+
+
+def test_a_validation_that_completed_says_what_it_scored(validation):
+    end(validation, status="completed", exit_code=0, cause="")
+    answers = explain(validation)
+    assert answers.doing.endswith("has scored /runs/a/checkpoints/step_40.")
+    assert answers.advice == ""
+
+
 def test_completed_and_stopped_runs(folder):
     end(folder, status="stopped", exit_code=130, cause="SIGINT")
     assert "freewheel resume" in explain(folder).advice
@@ -83,6 +134,29 @@ def test_completed_and_stopped_runs(folder):
 
 def test_a_run_that_has_only_begun(folder):
     assert "only begun" in explain(folder).doing
+
+
+@pytest.mark.parametrize("code", sorted(set(exit_codes()) - {0, 130, 143}))
+def test_each_way_to_fail_has_an_advice(folder, code):
+    end(folder, exit_code=code)
+    assert explain(folder).advice
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_blamed_on_the_disk(folder):
+    end(folder, exit_code=7, cause="CheckpointError: its data.train_files held other prompts")
+    advice = explain(folder).advice
+    assert "does not fit: resume with the model, the data and the settings" in advice
+    assert "--from STEP" in advice
+    assert advice.startswith("If something cannot be written")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"status": {"phase": "running"}}'])
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_a_status_that_cannot_be_read_is_no_status(folder, capsys, text, command):
+    folder.status_path.write_text(text)
+    assert main([command, str(folder.path)]) == 0
+    expected = "running" if command == "status" else "no status, or none that can be read"
+    assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])

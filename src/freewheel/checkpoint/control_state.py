@@ -9,6 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from freewheel.files import dump_json
+
 CONTROL_FORMAT = 1
 
 _Count = Annotated[int, Field(ge=0)]
@@ -91,10 +93,15 @@ class _Control(TypedDict):
 _SHAPE: TypeAdapter[_Control] = TypeAdapter(_Control)
 
 
-def control_problem(text: str) -> str | None:
-    """What is wrong with the content of a `control.json`, in words; None if nothing is."""
+def control_problem(control: Any) -> str | None:
+    """What is wrong with the content of a `control.json`, in words; None if nothing is.
+
+    Args:
+        control: as Python's own parser reads it. Text that is not well-formed Unicode is let
+            through: the file says what user code said.
+    """
     try:
-        _SHAPE.validate_json(text, strict=True)
+        _SHAPE.validate_json(dump_json(control), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "content"

@@ -196,7 +196,7 @@ def read_control(folder: Path) -> dict[str, Any]:
     """
     control = _read_json(folder / CONTROL)
     _check_format(folder / CONTROL, control.get("format"), CONTROL_FORMAT)
-    problem = control_problem(json.dumps(control))
+    problem = control_problem(control)
     if problem is not None:
         raise CheckpointError(f"{folder / CONTROL}: {problem}")
     return control

@@ -3,13 +3,18 @@
 A crash at any point leaves the earlier checkpoints and `latest` as they were; what was half written
 lies in a folder whose name no reader takes for a checkpoint, and is removed by the next writer. All
 that is done to the disk goes through `freewheel.files`.
+
+What cannot be removed (a file that is open elsewhere on a network disk, missing rights) costs room,
+not the run: it is reported, and tried again with the next checkpoint.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from freewheel import files
+from freewheel.checkpoint.contents import missing_files
 from freewheel.checkpoint.reader import (
     CONTROL,
     FORMAT,
@@ -24,6 +29,7 @@ from freewheel.errors import CheckpointError
 from freewheel.threads import CallThread
 
 _ASIDE = ".writing-"
+_OLD = _ASIDE + "old-"
 _REPLACED = ".replaced-"
 
 
@@ -33,11 +39,20 @@ class FileCheckpointStore:
     Args:
         root: the run's `checkpoints` folder; made when the first checkpoint is begun.
         keep: newest checkpoints to keep.
+        on_not_removed: called from the store's thread, each time that an old checkpoint, or what
+            is left of one, cannot be removed; with its path and why.
     """
 
-    def __init__(self, root: Path, *, keep: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int,
+        on_not_removed: Callable[[Path, OSError], None] = lambda _path, _error: None,
+    ) -> None:
         self._root = root
         self._keep = keep
+        self._on_not_removed = on_not_removed
         self._thread = CallThread("checkpoint-store")
 
     async def begin(self, step: int) -> Path:
@@ -57,8 +72,11 @@ class FileCheckpointStore:
         try:
             files.make_folder(self._root)
             restore_replaced(self._root)
-            for left_over in self._root.glob(_ASIDE + "*"):
-                files.remove(left_over)
+            if folder.exists():
+                # Out of the way first: what is left of it may not be removable.
+                files.move(folder, _free_name(self._root, folder_name(step)))
+            for left_over in sorted(self._root.glob(_ASIDE + "*")):
+                self._remove(left_over)
             files.make_folder(folder)
         except OSError as error:
             raise _foreign(folder, error) from error
@@ -69,7 +87,9 @@ class FileCheckpointStore:
         final = self._root / folder_name(step)
         try:
             files.write_text(aside / CONTROL, json.dumps(control, indent=1))
-            files.write_text(aside / MANIFEST, json.dumps(_manifest(aside, step), indent=1))
+            manifest = _manifest(aside, step)
+            _check_complete(aside, manifest, control)
+            files.write_text(aside / MANIFEST, json.dumps(manifest, indent=1))
             read_checkpoint(aside)
             files.sync_tree(aside)
             self._put_in_place(aside, final)
@@ -98,9 +118,20 @@ class FileCheckpointStore:
 
     def _discard(self, folder: Path) -> None:
         """Rename, then remove: a crash while removing leaves no half checkpoint behind."""
-        aside = self._root / (_ASIDE + "old-" + folder.name)
-        files.move(folder, aside)
-        files.remove(aside)
+        aside = _free_name(self._root, folder.name)
+        try:
+            files.move(folder, aside)
+        except OSError as error:
+            self._on_not_removed(folder, error)
+        else:
+            self._remove(aside)
+
+    def _remove(self, path: Path) -> None:
+        """Remove what no reader looks at; the next checkpoint tries again."""
+        try:
+            files.remove(path)
+        except OSError as error:
+            self._on_not_removed(path, error)
 
 
 def restore_replaced(root: Path) -> None:
@@ -112,7 +143,7 @@ def restore_replaced(root: Path) -> None:
     for replaced in root.glob(_REPLACED + "*"):
         final = root / replaced.name.removeprefix(_REPLACED)
         if final.exists():
-            files.move(replaced, root / (_ASIDE + "old-" + replaced.name))
+            files.move(replaced, _free_name(root, final.name))
         else:
             files.move(replaced, final)
 
@@ -125,6 +156,24 @@ def point_latest_to(folder: Path) -> None:
     """
     root = folder.parent
     files.link_to(root / LATEST, folder.name, aside=root / (_ASIDE + LATEST))
+
+
+def _free_name(root: Path, name: str) -> Path:
+    """A name for what is to be removed: one of the same may lie there that could not be."""
+    number = 1
+    while (root / f"{_OLD}{name}.{number}").exists():
+        number += 1
+    return root / f"{_OLD}{name}.{number}"
+
+
+def _check_complete(folder: Path, manifest: dict[str, Any], control: dict[str, Any]) -> None:
+    """Refuse a checkpoint of which a part was written elsewhere, or not at all."""
+    missing = missing_files(folder, manifest["files"], control)
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the trainer has not written {', '.join(missing)} here; trainer.run_dir has "
+            "to have the same path on all nodes (a shared file system)"
+        )
 
 
 def _manifest(folder: Path, step: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.files import dump_json
+from freewheel.liveness import liveness
 from freewheel.progress_text import (
     describe_checkpoint,
     describe_rollouts,
@@ -48,13 +49,19 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _state(folder: RunFolder, last: LastStatus | None, summary: dict[str, Any] | None) -> str:
-    """One word or two: `running`, `completed`, `failed`, `stopped`, `lost`."""
+    """`running`, `completed`, `failed`, `stopped`; `lost` or `unknown`, a colon and why."""
     if summary is not None:
         return str(summary["status"])
-    if folder.is_in_use():
-        return "running"
-    age = "" if last is None else f", last sign of life {duration(time.time() - last.updated)} ago"
-    return f"lost: no process holds it and it has no summary{age}"
+    now_s = time.time()
+    sign = "" if last is None else f", last sign of life {duration(now_s - last.updated)} ago"
+    match liveness(folder, last, now_s=now_s):
+        case "live":
+            return "running"
+        case "dead":
+            return f"lost: no process holds it and it has no summary{sign}"
+        case "unknown":
+            who = "" if last is None else f" from process {last.pid} on {last.host}"
+            return f"unknown: its lock cannot be looked at, and it has no summary{sign}{who}"
 
 
 def _as_json(state: str, last: LastStatus | None, summary: dict[str, Any] | None) -> str:

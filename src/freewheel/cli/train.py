@@ -83,6 +83,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
+    RunFolder.check_resumable(options.run_dir)
     folder = RunFolder.look(options.run_dir)
     config = load_config(folder.config_path, options.overrides)
     check_config(config)
@@ -91,12 +92,22 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _start(config: Config, run_dir: Path, *, resume: bool, from_step: int | None = None) -> int:
+    if resume and (reason := _nothing_left(config, run_dir, from_step)) is not None:
+        sys.stdout.write(f"{run_dir}: {reason}\n")
+        return 0
     findings = report_findings(config)
     steps = schedule_steps(config, num_prompts=findings.num_train_prompts)
     # Here, so that commands which start nothing load nothing.
     from freewheel.app import run_training
 
     return run_training(config, run_dir, resume=resume, from_step=from_step, schedule_steps=steps)
+
+
+def _nothing_left(config: Config, run_dir: Path, from_step: int | None) -> str | None:
+    from freewheel.resuming import nothing_left
+
+    RunFolder.check_resumable(run_dir)
+    return nothing_left(RunFolder.look(run_dir), config, from_step)
 
 
 def _dry_run(config: Config) -> int:

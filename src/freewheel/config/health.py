@@ -29,7 +29,8 @@ class HealthConfig:
     watchdog: Literal["end", "report", "recover", "off"] = "end"
     """What happens when a stage has work but does not move within its limit: after a report, end
     the run; only report; or first replace what may hold it up (rollout workers), and end if that
-    does not help."""
+    does not help. With `off` no stage is looked at; the limits of replicas, loops and processes
+    hold all the same."""
     stall_timeout_s: Seconds | None = None
     """Nothing at all has moved in the whole run for so long. Unset: the longest that the other
     limits allow between two moves, which it must not be below: a trainer step, a start-up or a

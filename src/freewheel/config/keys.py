@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal, Union
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import TypeAdapter
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from freewheel.config.sections import Config
@@ -186,6 +186,10 @@ def _bounds(metadata: tuple[Any, ...]) -> list[str]:
                 words.append(f"at most {part.le}")
             elif isinstance(part, Lt):
                 words.append(f"below {part.lt}")
+            elif isinstance(part, MinLen):
+                words.append(f"of {part.min_length} or more characters")
+            elif isinstance(part, AfterValidator):
+                words.append(str(part.func.__doc__).rstrip("."))
     return words
 
 

@@ -20,6 +20,8 @@ from freewheel.config.scalars import (
     NonNegative,
     Positive,
     Seconds,
+    Temperature,
+    Text,
 )
 from freewheel.errors import FailureClass
 
@@ -94,7 +96,7 @@ class RolloutConfig:
     """Longest prompt in tokens; longer ones are dropped at admission, counted and named once."""
     max_response_length: Count = 512
     """Longest response in tokens."""
-    temperature: NonNegative = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: keep the smallest set of tokens with this probability. The trainer scores
@@ -103,7 +105,7 @@ class RolloutConfig:
     """Keep the so many likeliest tokens; 0 or -1: all."""
     min_p: Fraction = 0.0
     """Keep tokens with at least this share of the likeliest token's probability."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     """Strings that end a response (kept in it)."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end tokens."""
@@ -315,7 +317,7 @@ class ValidationConfig:
     """Replicas of its own, in mode `dedicated`."""
     n: Count = 1
     """Trials of each prompt."""
-    temperature: NonNegative = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of trials; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling of trials."""
@@ -324,7 +326,8 @@ class ValidationConfig:
     trial_timeout_s: Seconds | None = None
     """Wall-clock limit of one trial. Unset: `rollout.timeout_s`."""
     timeout_s: Seconds = 1800.0
-    """Wall-clock limit of a whole validation; at it the result is reported as partial."""
+    """Wall-clock limit of a whole validation, from when a replica has its version and takes its
+    trials; at it the result is reported as partial."""
     max_queued: CountOrZero = 1
     """Validations that may wait for the running one; what is due beyond is skipped, with the
     reason recorded."""

@@ -6,8 +6,9 @@ most two copies exist: one that is being written and one that waits.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,8 @@ from freewheel.config.sections import Config
 from freewheel.control.ledger import without_outcomes
 from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.waits import Channel, Signal, WaitTable
-from freewheel.errors import CheckpointError, TrajectoriesLostError
+from freewheel.control.weight_store import WeightStore
+from freewheel.errors import CheckpointError, TrajectoriesLostError, WeightsLostError
 from freewheel.protocols import CheckpointStore, Recorder
 from freewheel.types import Ref, Weights
 
@@ -29,26 +31,32 @@ class CutState:
     """The control plane's part of a cut; the references keep its bulk data alive until written.
 
     `held` are the published versions, ascending, that differ from the trainer's weights and that
-    rollouts or validations need to go on. `trajectories` are those of the ready groups, and
-    `owners` the group ids, one each.
+    rollouts or validations need to go on; `rollout_version` is that of the rollouts, if it is one
+    of them. `trajectories` are those of the ready groups, and `owners` the group ids, one each.
     """
 
     control: dict[str, Any]
     trajectories: Sequence[Ref]
     owners: Sequence[int]
-    held: Sequence[Weights]
+    held: Sequence[int]
+    rollout_version: int | None
 
     def without(self, positions: Sequence[int]) -> "CutState":
         """The cut with the groups of these trajectories as not finished."""
         lost = {self.owners[position] for position in positions}
         kept = [i for i, owner in enumerate(self.owners) if owner not in lost]
         ledger = self.control["ledger"]
-        return CutState(
+        return replace(
+            self,
             control={**self.control, "ledger": without_outcomes(ledger, lost)},
             trajectories=[self.trajectories[i] for i in kept],
             owners=[self.owners[i] for i in kept],
-            held=self.held,
         )
+
+    def without_versions(self, versions: Collection[int]) -> "CutState":
+        """The cut without these held versions: a resume ends the validations that need them."""
+        held = [version for version in self.held if version not in versions]
+        return replace(self, control={**self.control, "held_versions": held}, held=held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,7 @@ class Checkpointer:
         trainer: TrainerKeeper,
         store: CheckpointStore,
         collect: Callable[[], CutState],
+        weights: WeightStore,
         waits: WaitTable,
         recorder: Recorder,
     ) -> None:
@@ -76,6 +85,8 @@ class Checkpointer:
         self._trainer = trainer
         self._store = store
         self._collect = collect
+        self._weights = weights
+        self._sent: dict[int, Weights] = {}
         self._waits = waits
         self._recorder = recorder
         self._changed = Signal()
@@ -94,8 +105,10 @@ class Checkpointer:
                 )
         self._unless_overdue(ready=True)
         state = self._collect()
+        for version in state.held:
+            self._weights.hold(version)
         # Counted when it is there: the train loop alone takes copies, one after the other.
-        await self._trainer.copy_state(step)
+        await self._trainer.copy_state(step, state.held)
         self.num_copies += 1
         taken_s = asyncio.get_running_loop().time()
         self._jobs.put_nowait(_Job(step=step, state=state, taken_s=taken_s))
@@ -111,6 +124,8 @@ class Checkpointer:
         """
         async for job in self._jobs:
             await self._write_watched(job)
+            for version in job.state.held:
+                self._weights.release(version)
             self.num_copies -= 1
             self._changed.notify()
 
@@ -175,16 +190,58 @@ class Checkpointer:
         )
 
     async def _write_state(self, job: _Job, folder: Path) -> CutState:
-        """The trainer's part; groups whose trajectories are lost run again after a resume."""
+        """The trainer's part, without what is lost and can be spared.
+
+        Groups whose trajectories are lost run again after a resume.
+        """
         state, self._part = job.state, "state"
         while True:
+            look_up = partial(self._look_up, state.held)
             try:
-                await self._trainer.write_state(job.step, folder, state.trajectories, state.held)
+                await self._trainer.write_state(job.step, folder, state.trajectories, look_up)
             except TrajectoriesLostError as error:
                 state = state.without(error.positions)
                 self._recorder.event("trajectories_lost", step=job.step, reason=str(error))
+            except WeightsLostError as error:
+                state = await self._renew_or_spare(job.step, state, error)
             else:
                 return state
+
+    def _look_up(self, versions: Sequence[int]) -> list[Weights]:
+        """The held versions as they are now: a replaced trainer has published some again."""
+        self._sent = {version: self._weights.get(version) for version in versions}
+        return list(self._sent.values())
+
+    async def _renew_or_spare(
+        self, step: int, state: CutState, error: WeightsLostError
+    ) -> CutState:
+        """The cut to try again with, after some of its held versions turned out to be lost.
+
+        Raises:
+            WeightsLostError: rollouts could not go on without one that nobody can publish again.
+        """
+        lost = [v for v in (error.versions or state.held) if v in self._sent]
+        if not lost:
+            raise error
+        for version in lost:
+            self._recorder.event("weights_lost", version=version, step=step, reason=str(error))
+        for version in lost:
+            # One that a validation alone needs is not worth a trainer that works.
+            is_worth_it = version == state.rollout_version or self._is_newest(version)
+            if is_worth_it and self._is_still_lost(version):
+                await self._trainer.renew(version, error, waiter="checkpoint")
+        gone = [version for version in lost if self._is_still_lost(version)]
+        if state.rollout_version in gone:
+            raise error
+        return state.without_versions(gone)
+
+    def _is_still_lost(self, version: int) -> bool:
+        """True if nobody has published it again since it was sent."""
+        return self._weights.get(version) is self._sent[version]
+
+    def _is_newest(self, version: int) -> bool:
+        latest = self._weights.latest
+        return latest is not None and latest.version == version
 
     async def _on_disk(self, job: _Job, what: str, write: Awaitable[T]) -> T:
         """Something that this process writes; `_write_watched` looks after the limit."""

@@ -14,7 +14,7 @@ from freewheel.config.sections import Config
 from freewheel.control.process_watch import ProcessWatch
 from freewheel.control.replica_health import ReplicaHealth
 from freewheel.control.roles import Roles
-from freewheel.control.run_end import RunEnd, first_leaf, make_run_end
+from freewheel.control.run_end import RunEnd, first_leaf, make_run_end, uncounted
 from freewheel.control.run_state import ResumePoint, RunState
 from freewheel.control.status_report import StatusReport
 from freewheel.control.watchdog import Reporter, Watchdog
@@ -25,6 +25,9 @@ from freewheel.errors import (
 )
 from freewheel.protocols import Backend, CheckpointStore, Recorder
 from freewheel.status import RunStatus
+
+_NUM_COUNTS = 10
+"""Tries to count at the end: from another thread, a table may change while it is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Controller:
         checkpoints: where checkpoints go.
         resume: go on from there; None: from the beginning.
         validate_only: no training, one validation; the run fails if that gives no score.
-        reporter: keeps the evidence when the watchdog finds a stall; None: no watchdog.
+        reporter: keeps the evidence when the watchdog finds a stall; None: no health loops.
         started_s: run time at which this process takes over (0 for a new run), in seconds.
         on_status: is given the state of the run every `logging.interval_s`; must return at once.
     """
@@ -107,13 +110,18 @@ class Controller:
         """Seconds since the run's first start."""
         return self._started_s + self._loop.time() - self._loop_began_s
 
-    def end_before_start(self, error: Exception | None) -> RunEnd:
-        """The end of a run whose loops never ran: by an error, or by a stop."""
-        self._cause = None if error is None else first_leaf(error)
+    def end_by(self, error: BaseException | None) -> RunEnd:
+        """The end of a run whose loops did not come to theirs; from any thread, and never raises.
+
+        Args:
+            error: what ended it, unless a loop had failed before; None: a stop, before the start.
+        """
+        if self._cause is None and error is not None:
+            self._cause = first_leaf(error)
         return self._end()
 
     def end_at_once(self, reason: str) -> RunEnd:
-        """The end of a stopped run that is not waited for; from any thread.
+        """The end of a stopped run that is not waited for; from any thread, and never raises.
 
         Args:
             reason: why it is not.
@@ -121,10 +129,13 @@ class Controller:
         return self._end(cut_short=reason)
 
     async def run(self) -> RunEnd:
-        """Run to the end, whatever the end."""
-        self._recorder.event("run_started", resumed_from=self._resume and str(self._resume.folder))
+        """Run to the end, whatever the end; only cancellation is raised."""
         try:
+            resumed_from = self._resume and str(self._resume.folder)
+            self._recorder.event("run_started", resumed_from=resumed_from)
             await self._run_loops()
+        except Exception as error:  # noqa: BLE001 - kept as the cause that ends the run
+            self._cause = self._cause or first_leaf(error)
         finally:
             self._ending = True
             self.roles.trainer.kill()
@@ -142,8 +153,9 @@ class Controller:
             self.roles.train.stop()
             self._stop_requested.set()
             self.roles.ledger.changed.notify()
-            # Last: if records fail, the run stops all the same.
-            self._recorder.event("stop_requested", signal=signal_name)
+            # If records fail, the run stops all the same, and its end tells of them.
+            with contextlib.suppress(RecordError):
+                self._recorder.event("stop_requested", signal=signal_name)
 
     async def _run_loops(self) -> None:
         """All loops; that of the checkpoints outlives the others, to write what is already cut."""
@@ -216,27 +228,27 @@ class Controller:
             reporter=self._reporter,
             arrivals=self.roles.restarts.arrivals,
         )
-        if action == "off":
-            return {"process-watch": processes.run()}
-        watch = Watchdog(
-            self.roles.stages, action=action, waits=self.roles.waits, reporter=self._reporter
-        )
         replicas = ReplicaHealth(
             pool=self.roles.pool,
             health=self.config.health,
             waits=self.roles.waits,
             recorder=self._recorder,
         )
-        return {
-            "watch": watch.run(),
+        loops: dict[str, Coroutine[Any, Any, None]] = {
             "replica-health": replicas.run(),
             "process-watch": processes.run(),
         }
+        if action == "off":
+            return loops
+        watch = Watchdog(
+            self.roles.stages, action=action, waits=self.roles.waits, reporter=self._reporter
+        )
+        return {"watch": watch.run(), **loops}
 
     async def _guard(
         self, name: str, loop: Coroutine[Any, Any, None], *, may_end: bool = False
     ) -> None:
-        """Run one loop; remember the first failure of all loops, with the loop's name."""
+        """Run one loop; record its failure, and remember the first of all loops as the cause."""
         try:
             await loop
             if not (may_end or name == "train" or self._ending):
@@ -244,9 +256,10 @@ class Controller:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            if self._cause is None:
-                self._cause = first_leaf(error)
-                self._recorder.event("loop_failed", loop=name, error=repr(self._cause))
+            failure, is_cause = first_leaf(error), self._cause is None
+            if is_cause:
+                self._cause = failure
+            self._recorder.event("loop_failed", loop=name, error=repr(failure), is_cause=is_cause)
             raise
 
     @staticmethod
@@ -319,27 +332,41 @@ class Controller:
     # -- the end ------------------------------------------------------------------------------
 
     def _end(self, cut_short: str = "") -> RunEnd:
-        busy_s, total_s = self.state.busy_and_total_s()
+        numbers, error = self._count()
         return make_run_end(
-            error=self._cause,
+            error=self._cause or error,
             stop_signal=self._stop_signal,
             cut_short=cut_short or self._describe_cut_short(),
-            numbers={
-                "steps": self.roles.train.state.step,
-                "policy_version": self.roles.train.state.version,
-                "samples": self.roles.ledger.counts(),
-                "failures": self.roles.ledger.failures(),
-                "late_results": self.roles.ledger.num_late,
-                "wall_s": round(self.now_s(), 3),
-                "trainer_wait_s": {
-                    k: round(v, 6) for k, v in self.roles.train.state.wait_s.items()
-                },
-                "rollout_idle_ratio": round(1 - busy_s / total_s, 6) if total_s else 0.0,
-                "validations": self.roles.validator.num_recorded,
-                "checkpoints": self.roles.checkpointer.saved_steps,
-                "restarts": self.roles.restarts.count,
-            },
+            numbers=numbers,
         )
+
+    def _count(self) -> tuple[dict[str, Any], Exception | None]:
+        """The summary's numbers. If a bug keeps them, the end of the run is told without them."""
+        problem: Exception | None = None
+        for _ in range(_NUM_COUNTS):
+            try:
+                return self._numbers(), None
+            except Exception as error:  # noqa: BLE001 - becomes the run's end, if there is no other
+                problem = error
+        train = self.roles.train.state
+        return uncounted(steps=train.step, policy_version=train.version), problem
+
+    def _numbers(self) -> dict[str, Any]:
+        busy_s, total_s = self.state.busy_and_total_s()
+        train = self.roles.train.state
+        return {
+            "steps": train.step,
+            "policy_version": train.version,
+            "samples": self.roles.ledger.counts(),
+            "failures": self.roles.ledger.failures(),
+            "late_results": self.roles.ledger.num_late,
+            "wall_s": round(self.now_s(), 3),
+            "trainer_wait_s": {k: round(v, 6) for k, v in train.wait_s.items()},
+            "rollout_idle_ratio": round(1 - busy_s / total_s, 6) if total_s else 0.0,
+            "validations": self.roles.validator.num_recorded,
+            "checkpoints": self.roles.checkpointer.saved_steps,
+            "restarts": self.roles.restarts.count,
+        }
 
     def _describe_cut_short(self) -> str:
         if not self._cut_short:

@@ -6,7 +6,7 @@ methods only, on the event loop's thread. Its state is part of every checkpoint.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import compress
@@ -414,16 +414,14 @@ class Ledger:
         self.num_ready = sum(group.ready for group in self.open.values())
         self.check()
 
-    def attach(self, load: Callable[[Sequence[int]], list[Ref]]) -> None:
-        """Give restored ready groups their trajectories.
+    def ready_ids(self) -> list[int]:
+        """Ids of the groups that are ready to be trained."""
+        return [group.group_id for group in self.open.values() if group.ready]
 
-        Args:
-            load: gives references to the trajectories of groups by their ids.
-        """
-        ready = [group for group in self.open.values() if group.ready]
-        refs = load([group.group_id for group in ready]) if ready else []
-        for group, ref in zip(ready, refs, strict=True):
-            group.payloads = [ref]
+    def attach(self, trajectories: Mapping[int, Ref]) -> None:
+        """Give restored ready groups their trajectories, by group id."""
+        for group_id in self.ready_ids():
+            self.open[group_id].payloads = [trajectories[group_id]]
 
 
 def without_outcomes(state: dict[str, Any], group_ids: Collection[int]) -> dict[str, Any]:

@@ -82,7 +82,11 @@ class Slot:
 
 
 class Pool:
-    """All replicas of a run. See the module's docstring."""
+    """All replicas of a run. See the module's docstring.
+
+    Attributes:
+        num_updates: loads of weights that have begun.
+    """
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class Pool:
         self.changed = changed
         self._now_s = now_s
         self.latest = NO_VERSION
+        self.num_updates = 0
         self._capacity = capacity
         self._partial_rollout = partial_rollout
         roles = [Role.SHARED] * num_shared + [Role.DEDICATED] * num_dedicated
@@ -162,6 +167,7 @@ class Pool:
     def begin_update(self, replica_id: int, version: int) -> None:
         """The replica starts to load a version."""
         self.slots[replica_id].updating_to = version
+        self.num_updates += 1
 
     def end_update(self, replica_id: int, version: int) -> None:
         """The replica holds the version now."""
@@ -175,6 +181,12 @@ class Pool:
         """The version could not be had; the replica is as it was."""
         self.slots[replica_id].updating_to = None
         self.changed.notify()
+
+    @property
+    def is_syncing(self) -> bool:
+        """True while a replica loads a version, or should."""
+        loading = any(slot.updating_to is not None for slot in self.slots.values())
+        return loading or any(self.due_update(i) is not None for i in self.slots)
 
     def _changes_version(self, slot: Slot) -> bool:
         """True if it loads a version, or waits to, that no rollout may see beside its present one.
@@ -236,9 +248,8 @@ class Pool:
         candidates = [
             slot
             for slot in (self.slots[i] for i in sorted(pin.replica_ids))
-            if slot.version == pin.version
+            if self._takes_trials(slot, pin)
             and slot.updating_to is None
-            and (slot.role is Role.DEDICATED or not self._rollouts_come_first())
             and len(slot.leases) < self._capacity
             and slot.num_leases(Purpose.VALIDATION) < self._validation_capacity(slot)
         ]
@@ -332,9 +343,14 @@ class Pool:
         pin.replica_ids.discard(replica_id)
         self.changed.notify()
 
-    def is_held(self, pin: Pin) -> bool:
-        """True if a replica of the pin has its version."""
-        return any(self.slots[i].version == pin.version for i in pin.replica_ids)
+    def is_placed(self, pin: Pin) -> bool:
+        """True if a replica of the pin has its version and is not kept for rollouts."""
+        return any(self._takes_trials(self.slots[i], pin) for i in pin.replica_ids)
+
+    def _takes_trials(self, slot: Slot, pin: Pin) -> bool:
+        """True if trials may run on this replica of a pin, now or as soon as it has a slot."""
+        is_kept = slot.role is Role.SHARED and self._rollouts_come_first()
+        return slot.version == pin.version and not is_kept
 
     def idle_pinned(self, pin: Pin) -> list[int]:
         """Pinned replicas on which nothing of the validation runs any more."""

@@ -12,7 +12,7 @@ from freewheel.control.restarts import Restarts
 from freewheel.control.trainer_keeper import TrainerKeeper
 from freewheel.control.waits import WaitTable, because
 from freewheel.control.weight_store import WeightStore
-from freewheel.errors import ReplicaLostError, StartupError, WeightsLostError
+from freewheel.errors import ReplicaLostError, StalledError, StartupError, WeightsLostError
 from freewheel.protocols import Backend, Recorder, Replica
 from freewheel.types import Weights
 
@@ -93,7 +93,7 @@ class ReplicaLoop:
                 await self._update(replica, weights)
             except WeightsLostError as lost:
                 self._pool.cancel_update(self._replica_id)
-                await self._renew(weights, lost)
+                await self._renew(replica, weights, lost)
                 continue
             if self._pool.slots[self._replica_id].replica is not replica:
                 raise ReplicaLostError(f"{self.name} was reported lost while it loaded weights")
@@ -105,8 +105,11 @@ class ReplicaLoop:
                 wall_s=round(asyncio.get_running_loop().time() - began_s, 6),
             )
 
-    async def _renew(self, weights: Weights, lost: WeightsLostError) -> None:
-        """Have the weights published again; one that nobody can publish again is given up."""
+    async def _renew(self, replica: Replica, weights: Weights, lost: WeightsLostError) -> None:
+        """Have the weights published again; those that nobody can publish again are given up.
+
+        Of the newest version that is not for long: the trainer is about to publish the next.
+        """
         self._recorder.event("weights_lost", version=weights.version, reason=str(lost))
         version, latest = weights.version, self._store.latest
         if self._store.has(version) and self._store.get(version) is not weights:
@@ -114,7 +117,41 @@ class ReplicaLoop:
         if latest is None or version != latest.version:
             self._give_up(version, str(lost))
         else:
-            await self._trainer.renew(lost, waiter=self.name)
+            await self._trainer.renew(version, lost, waiter=self.name)
+            await self._wait_for_others(replica, weights)
+
+    async def _wait_for_others(self, replica: Replica, weights: Weights) -> None:
+        """Wait until other weights are to be loaded than these, which are gone.
+
+        Raises:
+            StalledError: none were published in time.
+            ReplicaLostError: the replica was reported lost meanwhile.
+        """
+        limit_s = self._health.sync_timeout_s + self._health.grace_s
+        while True:
+            num_replaced = self._trainer.num_replaced
+            try:
+                async with self._waits.limited(
+                    self.name,
+                    f"weights instead of those of version {weights.version}, which are gone",
+                    held_by=("train",),
+                    timeout_s=limit_s,
+                    otherwise=lambda: StalledError(
+                        f"{self.name}: the weights of version {weights.version} are gone, and no "
+                        f"others were published within {limit_s:g} s (health.sync_timeout_s + "
+                        "health.grace_s)"
+                    ),
+                ):
+                    await self._pool.changed.until(lambda: self._has_others(replica, weights))
+                    return
+            except StalledError:
+                # Another trainer has the whole limit for a publication again.
+                if self._trainer.num_replaced == num_replaced and not self._trainer.is_replacing:
+                    raise
+
+    def _has_others(self, replica: Replica, weights: Weights) -> bool | None:
+        is_due = self._next_update(replica) == weights.version
+        return None if is_due and self._store.latest is weights else True
 
     def _next_update(self, replica: Replica) -> int | None:
         if self._pool.slots[self._replica_id].replica is not replica:

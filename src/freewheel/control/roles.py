@@ -20,6 +20,7 @@ from freewheel.control.waits import Signal, WaitTable
 from freewheel.control.weight_store import WeightStore
 from freewheel.control.worker_pool import WorkerPool
 from freewheel.protocols import Backend, CheckpointStore, Recorder, Watched
+from freewheel.types import Weights
 
 
 class Roles:
@@ -85,7 +86,7 @@ class Roles:
             restarts=self.restarts,
             waits=waits,
             recorder=recorder,
-            on_republished=self.store.renew,
+            on_republished=self._take_renewed,
         )
         self.replicas = [
             ReplicaLoop(
@@ -140,6 +141,7 @@ class Roles:
             trainer=self.trainer,
             store=checkpoints,
             collect=collect,
+            weights=self.store,
             waits=waits,
             recorder=recorder,
         )
@@ -172,6 +174,11 @@ class Roles:
             checkpointer=self.checkpointer,
             is_ending=is_ending,
         )
+
+    def _take_renewed(self, weights: Weights) -> None:
+        """Whoever found the first ones lost may go on."""
+        self.store.renew(weights)
+        self.pool.changed.notify()
 
     def processes(self) -> dict[str, Watched]:
         """The worker processes that are up, by name."""

@@ -42,18 +42,25 @@ class Admission:
         self._changed = changed
         steps = config.trainer.total_training_steps
         self._total_groups = None if steps is None else steps * config.groups_per_step
-        self._holders: list[str] = []
+        self._holders: dict[str, bool] = {}
         self._returning: dict[int, int] = {}
 
-    def hold(self, holder: str) -> None:
-        """Admit nothing until this holder releases: an exclusive validation, a stop."""
-        self._holders.append(holder)
+    def hold(self, holder: str, *, open_groups_too: bool = False) -> None:
+        """Admit nothing until this holder releases: an exclusive validation, a stop.
+
+        Args:
+            holder: its name.
+            open_groups_too: nor give an open group another replica to go on with.
+        """
+        self._holders[holder] = open_groups_too
 
     def release(self, holder: str) -> None:
         """End one hold; admit again when it was the last."""
         if holder not in self._holders:
-            raise InvariantError(f"{holder} releases admission, which is held by {self._holders}")
-        self._holders.remove(holder)
+            raise InvariantError(
+                f"{holder} releases admission, which is held by {[*self._holders]}"
+            )
+        del self._holders[holder]
         self._changed.notify()
 
     @property
@@ -75,6 +82,15 @@ class Admission:
             return None
         return self._pool.try_lease_training(holder, min_version=required)
 
+    def try_return(self, holder: str, group: Group) -> Lease | None:
+        """A lease for an open group to go on with, if it may now."""
+        if self._holders_of_open_groups():
+            return None
+        return self._pool.try_lease_training(holder, min_version=group.start_version)
+
+    def _holders_of_open_groups(self) -> list[str]:
+        return [holder for holder, open_groups_too in self._holders.items() if open_groups_too]
+
     @contextmanager
     def returning(self, group: Group) -> Iterator[None]:
         """For the length of the block an open group waits for a replica to go on with."""
@@ -86,6 +102,8 @@ class Admission:
 
     def is_blocked_by_pins(self) -> bool:
         """True if a group could start or go on, but for replicas that a validation keeps back."""
+        if self._returning and self._holders_of_open_groups():
+            return True
         if any(map(self._pool.pins_keep_back, self._returning.values())):
             return True
         required = None if self._is_enough() else self.required_version()
@@ -102,6 +120,10 @@ class Admission:
         if self._is_enough() or self.required_version() is None:
             return ["train"]
         return self._pool.busy_with()
+
+    def return_blocked_by(self) -> list[str]:
+        """Who can let an open group go on."""
+        return self._holders_of_open_groups() or self._pool.busy_with()
 
     def describe(self) -> str:
         """What keeps the next group from starting."""
@@ -237,12 +259,13 @@ class Rollouter:
         with (
             self._admission.returning(group),
             self._waits.waiting(
-                name, "a replica", held_by=self._pool.busy_with, note=self._pool.describe
+                name,
+                "a replica",
+                held_by=self._admission.return_blocked_by,
+                note=self._pool.describe,
             ),
         ):
-            return await self._pool.changed.until(
-                lambda: self._pool.try_lease_training(name, min_version=group.start_version)
-            )
+            return await self._pool.changed.until(lambda: self._admission.try_return(name, group))
 
     async def _run_group(self, group: Group, lease: Lease) -> None:
         failures: Counter[tuple[int, FailureClass]] = Counter()

@@ -7,6 +7,9 @@ from freewheel.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, FreewheelError
 
 STOP_EXIT_CODES = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
 
+_SAMPLES = ("issued", "trained", "filtered", "failed", "set_aside", "open")
+_WAITS = ("samples", "validation", "checkpoint", "sync")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
@@ -54,6 +57,23 @@ def make_run_end(
         error=error,
         stop_signal=stop_signal,
     )
+
+
+def uncounted(*, steps: int = 0, policy_version: int = 0) -> dict[str, Any]:
+    """Numbers for the summary of a run whose own cannot be had: nothing, but for what is given."""
+    return {
+        "steps": steps,
+        "policy_version": policy_version,
+        "samples": dict.fromkeys(_SAMPLES, 0),
+        "failures": {},
+        "late_results": 0,
+        "wall_s": 0.0,
+        "trainer_wait_s": dict.fromkeys(_WAITS, 0.0),
+        "rollout_idle_ratio": 0.0,
+        "validations": 0,
+        "checkpoints": [],
+        "restarts": 0,
+    }
 
 
 def with_error(end: RunEnd, error: BaseException) -> RunEnd:

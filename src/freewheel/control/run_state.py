@@ -17,7 +17,7 @@ from freewheel.control.train_loop import TrainState
 from freewheel.control.validation import Due
 from freewheel.errors import CheckpointError
 from freewheel.protocols import Recorder
-from freewheel.types import Split, Weights
+from freewheel.types import Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,8 @@ class RunState:
         train = self._roles.train.state
         ready = [group for group in self._roles.ledger.open.values() if group.ready]
         datasets = self._roles.workers.datasets or {}
-        held = self._held_versions()
+        rollout_version = self._rollout_version()
+        held = self._held_versions(rollout_version)
         train_data, val_data = datasets.get(Split.TRAIN), datasets.get(Split.VALIDATION)
         control = {
             "format": CONTROL_FORMAT,
@@ -65,7 +66,7 @@ class RunState:
             "ledger": self._roles.ledger.state(),
             "staleness": self._roles.staleness.state(),
             "validations": self._roles.validator.state(),
-            "held_versions": [weights.version for weights in held],
+            "held_versions": held,
             "num_rows": self._recorder.num_rows(),
             "num_validations": self._roles.validator.num_recorded,
             "run_s": self._now_s(),
@@ -76,24 +77,27 @@ class RunState:
             trajectories=tuple(ref for group in ready for ref in group.payloads),
             owners=tuple(group.group_id for group in ready for _ in group.payloads),
             held=held,
+            rollout_version=rollout_version,
         )
 
-    def _held_versions(self) -> list[Weights]:
+    def _rollout_version(self) -> int | None:
+        """The version that rollouts of a resumed run go on with, if the trainer has newer ones."""
+        train = self._roles.train.state
+        is_between = train.steps_since_publish % self._roles.train.trigger != 0
+        return train.version if is_between else None
+
+    def _held_versions(self, rollout_version: int | None) -> list[int]:
         """Published versions, ascending, that a resumed run needs and the trainer has no more.
 
         The one that rollouts go on with, between two publications; those of the validations.
         """
         train = self._roles.train.state
         wanted = {row["version"] for row in self._roles.validator.state()}
-        if train.steps_since_publish % self._roles.train.trigger != 0:
-            wanted.add(train.version)
+        if rollout_version is not None:
+            wanted.add(rollout_version)
         if train.steps_since_publish == 0:
             wanted.discard(train.version)
-        return [
-            self._roles.store.get(version)
-            for version in sorted(wanted)
-            if self._roles.store.has(version)
-        ]
+        return [version for version in sorted(wanted) if self._roles.store.has(version)]
 
     def restore(self, control: dict[str, Any]) -> None:
         """Take over the control plane's state of a checkpoint. Needs no worker."""
@@ -111,9 +115,9 @@ class RunState:
         """What a resume needs workers for: check the data, name the trajectories, validations."""
         await self._roles.workers.dataset(Split.TRAIN, "train")
         self._check_data(resume)
-        self._roles.ledger.attach(
-            lambda ids: self._roles.trainer.load_trajectories(resume.folder, ids)
-        )
+        ready = self._roles.ledger.ready_ids()
+        refs = await self._roles.trainer.load_trajectories(resume.folder, ready)
+        self._roles.ledger.attach(dict(zip(ready, refs, strict=True)))
         await self._take_up_validations(resume.control)
 
     async def _take_up_validations(self, control: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ that waits for another one has no work: what it waits for is that one's.
 
 from collections.abc import Callable
 
-from freewheel.config.sections import Config
+from freewheel.config.sections import Config, HealthConfig
 from freewheel.control.checkpointing import Checkpointer
 from freewheel.control.ledger import Ledger
 from freewheel.control.pool import Pool
@@ -38,6 +38,7 @@ def make_stages(
 ) -> list[Stage]:
     """All stages of a run."""
     health, grace_s = config.health, 2 * config.health.grace_s
+    replacement_s, replacement_setting = _replacement_limit(health)
 
     def processes() -> object:
         replicas = tuple(slot.incarnation for slot in pool.slots.values())
@@ -70,20 +71,16 @@ def make_stages(
             checkpointer.num_copies,
         )
 
-    def is_syncing() -> bool:
-        loading = any(s.updating_to is not None for s in pool.slots.values())
-        return loading or any(pool.due_update(i) is not None for i in pool.slots)
-
     def is_rolling_out() -> bool:
         # Not the groups under way: those that wait for a replica (an exclusive validation has them
         # all, or the lost ones are starting) or for a rollout worker wait for another stage.
         return pool.num_leases(Purpose.TRAINING) > 0 and workers.num_serving > 0
 
     def is_validating() -> bool:
-        # Not while an exclusive one waits for rollouts: they are the rollout stage's. Nor while one
-        # that a resume takes up waits for its replicas to start.
+        # Not while it waits for rollouts to drain (they are the rollout stage's), or for a replica
+        # to start and load its version.
         run = validator.current
-        return run is not None and not (run.is_draining or run.is_rejoining)
+        return run is not None and run.has_begun
 
     return [
         Stage(
@@ -111,17 +108,19 @@ def make_stages(
         ),
         Stage(
             name="the trainer's replacement",
-            limit_s=health.startup_timeout_s + health.train_step_timeout_s + grace_s,
-            setting="health.startup_timeout_s + health.train_step_timeout_s",
+            limit_s=replacement_s + grace_s,
+            setting=replacement_setting,
             has_work=lambda: trainer.is_replacing,
-            progress=trainers,
+            progress=writes,
         ),
         Stage(
             name="weight sync",
             limit_s=health.sync_timeout_s + grace_s,
             setting="health.sync_timeout_s",
-            has_work=is_syncing,
-            progress=versions,
+            # Lost weights may have to be published again by the trainer's replacement.
+            has_work=lambda: pool.is_syncing and not trainer.is_replacing,
+            # A load that failed begins anew, and may do so between two looks.
+            progress=lambda: (versions(), pool.num_updates),
         ),
         Stage(
             name="validation",
@@ -151,3 +150,18 @@ def make_stages(
             progress=everything,
         ),
     ]
+
+
+def _replacement_limit(health: HealthConfig) -> tuple[float, str]:
+    """The longest that a replacement may go without a move, in seconds, and by which keys.
+
+    It waits for a commit to end, starts, trains again, copies again, publishes again.
+    """
+    return max(
+        (
+            health.startup_timeout_s + health.train_step_timeout_s,
+            "health.startup_timeout_s + health.train_step_timeout_s",
+        ),
+        (health.checkpoint_timeout_s, "health.checkpoint_timeout_s"),
+        (health.sync_timeout_s, "health.sync_timeout_s"),
+    )

@@ -10,7 +10,7 @@ the weights are the same bit for bit. A call that loses the trainer again and ag
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +39,8 @@ _MAX_OVERDUE = 1
 """So often a trainer that does not answer a call in time is replaced."""
 _MAX_LOSSES = 3
 """Of trainers over one call, in a row: more is no accident, the call kills the trainer."""
+_RESTORED = -1
+"""Instead of a step: the version was not published by this life first, a checkpoint carries it."""
 
 
 class OverdueError(Exception):
@@ -62,12 +64,12 @@ class _Call:
     overdue: FreewheelError | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class _Published:
-    """The newest publication: its version, and the step after which it was made."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Publication:
+    """The step after which a version was first published; the trainer that did so last."""
 
-    version: int
     step: int
+    trainer: Trainer
 
 
 class TrainerKeeper:
@@ -85,8 +87,9 @@ class TrainerKeeper:
         restarts: the run's allowance of replacements.
         waits: the wait table.
         recorder: takes the events.
-        on_republished: is given the newest published weights again after a replacement, as the
-            first ones may have been lost with the trainer's node.
+        on_republished: is given published weights again after a replacement, as the first ones may
+            have been lost with the trainer's node: the newest, and those that a cut needs which is
+            not written yet.
     """
 
     def __init__(
@@ -118,9 +121,10 @@ class TrainerKeeper:
         self._saved_folder: Path | None = None
         self._num_lost: Counter[str] = Counter()
         self._is_needed = False
-        self._copies: set[int] = set()
+        # By step: the published versions that the cut needs, that the checkpoint carries.
+        self._copies: dict[int, set[int]] = {}
         self._carried: dict[int, set[int]] = {}
-        self._published: _Published | None = None
+        self._published: dict[int, _Publication] = {}
         self._step = 0
 
     @property
@@ -166,35 +170,67 @@ class TrainerKeeper:
         weights = await self._answer(
             self._publication(version, "train"), lambda t: t.publish(version)
         )
-        self._published = _Published(version=version, step=step)
+        self._note_publication(version, step)
         return weights
 
     async def publish_restored(self, version: int) -> Weights:
         """Publish again a version that the checkpoint carries beside the trainer's weights."""
         call = self._publication(version, "train")
         weights = await self._answer(call, lambda t: t.publish_restored(version))
-        self._published = _Published(version=version, step=-1)
+        self._note_publication(version, _RESTORED)
         self._carried.setdefault(self._saved_step, set()).add(version)
         return weights
 
-    async def copy_state(self, step: int) -> None:
-        """Copy model, optimizer, schedule and RNG in memory, to be written later."""
+    async def copy_state(self, step: int, held: Sequence[int]) -> None:
+        """Copy model, optimizer, schedule and RNG in memory, to be written later.
+
+        Args:
+            step: which the trainer is at.
+            held: the published versions that are to be written with it.
+        """
         await self._answer(self._copying(step, "train"), lambda trainer: trainer.copy_state(step))
-        self._copies.add(step)
+        self._copies[step] = set(held)
 
     async def write_state(
-        self, step: int, folder: Path, trajectories: Sequence[Ref], held: Sequence[Weights]
+        self,
+        step: int,
+        folder: Path,
+        trajectories: Sequence[Ref],
+        look_up_held: Callable[[], Sequence[Weights]],
     ) -> None:
-        """Write the copy of a step, however long it takes: its caller tells when it is overdue."""
-        self._carried[step] = {weights.version for weights in held}
+        """Write the copy of a step, however long it takes: its caller tells when it is overdue.
+
+        Args:
+            step: the copy's.
+            folder: exists.
+            trajectories: to be written with it.
+            look_up_held: gives the published versions to be written with it. Asked again for each
+                trainer: what the one before published may have gone down with it.
+
+        Raises:
+            TrajectoriesLostError, WeightsLostError: see `Trainer.write_state`.
+        """
+
+        def write(trainer: Trainer) -> Awaitable[None]:
+            held = look_up_held()
+            self._copies[step] = self._carried[step] = {weights.version for weights in held}
+            return trainer.write_state(step, folder, trajectories, held)
+
         limit_s = self._health.checkpoint_timeout_s
         call = _Call(waiter="checkpoint", what=f"write of step {step}", limit_s=limit_s)
-        await self._answer(call, lambda t: t.write_state(step, folder, trajectories, held))
-        self._copies.discard(step)
+        await self._answer(call, write)
+        del self._copies[step]
 
-    def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
+    async def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
         """References to the trajectories of these groups, read from a checkpoint's folder."""
-        return self._trainer.load_trajectories(folder, group_ids)
+
+        async def load(trainer: Trainer) -> list[Ref]:
+            return trainer.load_trajectories(folder, group_ids)
+
+        # The limit is never reached: the references are there at once.
+        limit_s = self._health.startup_timeout_s
+        call = _Call(waiter="train", what="trajectories of the checkpoint", limit_s=limit_s)
+        return await self._answer(call, load)
 
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint is whole: a lost trainer starts from it. Called under `saving`."""
@@ -203,11 +239,16 @@ class TrainerKeeper:
         while self._journal and self._journal[0].step <= step:
             self._forget_oldest()
 
-    async def renew(self, lost: WeightsLostError, *, waiter: str) -> None:
-        """Publish the newest version again. What it had published went down, so it did, too."""
+    async def renew(self, version: int, lost: WeightsLostError, *, waiter: str) -> None:
+        """Publish a version again, if that is possible. What it had published went down, so it did.
+
+        It is not possible if the trainer has been replaced since and has not done so already: the
+        newest checkpoint is of a later step than the version. To replace it again would not help.
+        """
+        publication = self._published.get(version)
         if self._replacing.locked():
             await self._replacement(waiter)
-        else:
+        elif publication is not None and publication.trainer is self._trainer:
             await self._replace(self._trainer, TrainerLostError(str(lost)), waiter)
 
     async def report_lost(self, process: Watched, cause: str) -> None:
@@ -226,6 +267,16 @@ class TrainerKeeper:
     def kill(self) -> None:
         """End the processes at once. Idempotent; never waits."""
         self._trainer.kill()
+
+    def _note_publication(self, version: int, step: int) -> None:
+        self._published[version] = _Publication(step=step, trainer=self._trainer)
+        self._published = self._wanted()
+
+    def _wanted(self) -> dict[int, _Publication]:
+        """Publications of use: the newest, and those that cuts need which are not written yet."""
+        held = {version for versions in self._copies.values() for version in versions}
+        newest = max(self._published, default=None)
+        return {v: p for v, p in self._published.items() if v == newest or v in held}
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -328,6 +379,9 @@ class TrainerKeeper:
                     await self._replace_until_up(cause, waiter)
                 finally:
                     self.saving.release()
+            except BaseException:  # cancelled, too: nobody may take it for one that is whole
+                self._trainer.kill()
+                raise
             finally:
                 self.is_replacing = False
                 self.num_replaced += 1
@@ -383,8 +437,9 @@ class TrainerKeeper:
                 f"the trainer started from step {info.step}, the journal from {self._saved_step}"
             )
         carried = self._carried.get(self._saved_step, set[int]())
-        if self._published and self._published.version in carried:
-            await self._republish(waiter, restored=True)
+        for version, publication in self._wanted().items():
+            if version in carried:
+                await self._republish(version, publication, waiter, restored=True)
         await self._catch_up(self._saved_step, waiter)
         for request in list(self._journal):
             await self._replay(request, waiter)
@@ -425,22 +480,24 @@ class TrainerKeeper:
             ) from error
 
     async def _catch_up(self, step: int, waiter: str) -> None:
-        """Do again what followed a step: the copy that is to be written, the publication."""
+        """Do again what followed a step: the copy that is to be written, the publications."""
         if step in self._copies:
             await self._ask(
                 self._copying(step, waiter), lambda t: t.copy_state(step), self._trainer
             )
-        if self._published is not None and self._published.step == step:
-            await self._republish(waiter, restored=False)
+        for version, publication in self._wanted().items():
+            if publication.step == step:
+                await self._republish(version, publication, waiter, restored=False)
 
-    async def _republish(self, waiter: str, *, restored: bool) -> None:
-        assert self._published is not None
-        version = self._published.version
+    async def _republish(
+        self, version: int, publication: _Publication, waiter: str, *, restored: bool
+    ) -> None:
         call = self._publication(version, waiter)
         if restored:
             weights = await self._ask(call, lambda t: t.publish_restored(version), self._trainer)
         else:
             weights = await self._ask(call, lambda t: t.publish(version), self._trainer)
+        self._published[version] = replace(publication, trainer=self._trainer)
         self._on_republished(weights)
 
     # -- journal ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Whatever happens (deadline, stop), `row()` says what was done and what was not.
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -66,8 +66,6 @@ class ValidationRun:
         self.num_total = data.num_prompts * config.validation.n
         self.replica_s = 0.0
         self.status: Status = "partial"
-        self.is_draining = False
-        self.is_rejoining = False
         self._reason = "the run ended"
         self._given_up = ""
         self._config = config
@@ -106,14 +104,19 @@ class ValidationRun:
         """Trials that completed."""
         return len(self._done)
 
+    @property
+    def has_begun(self) -> bool:
+        """True from when a replica takes its trials: its time is running."""
+        return self._clock_began_s is not None
+
     async def run(self) -> None:
         """Run all trials, or as many as the deadline allows."""
         limit_s = self._config.validation.timeout_s
         try:
             # The drain of an exclusive validation is not in its limit: each rollout has its own.
+            # Nor is the time until a replica can take its trials.
             async with self._pinned():
-                if self.is_rejoining:
-                    await self._await_replica()
+                await self._await_replica()
                 self._clock_began_s = self._now_s()
                 async with asyncio.timeout(limit_s - self._elapsed_s):
                     await self._run_trials()
@@ -149,7 +152,7 @@ class ValidationRun:
     async def _pinned(self) -> AsyncIterator[None]:
         exclusive = self._placement.mode == "exclusive"
         if exclusive:
-            self._admission.hold(self._name)
+            self._admission.hold(self._name, open_groups_too=True)
         try:
             if exclusive:
                 await self._drain_rollouts()
@@ -163,14 +166,12 @@ class ValidationRun:
 
     async def _drain_rollouts(self) -> None:
         """Wait until no rollout runs; each has a deadline of its own."""
-        self.is_draining = True
         with self._waits.waiting(
             self._name, "rollouts to drain", held_by=self._pool.busy_with, note=self._pool.describe
         ):
             await self._pool.changed.until(
                 lambda: True if self._pool.num_leases(Purpose.TRAINING) == 0 else None
             )
-        self.is_draining = False
 
     def _pin_replicas(self, count: int) -> None:
         if self._placement.mode == "dedicated":
@@ -197,22 +198,28 @@ class ValidationRun:
                 self._unpin(replica_id)
 
     async def _await_replica(self) -> None:
-        """Until a replica has the version: the start of a resumed run's processes is not its time.
+        """Until a replica has the version and takes trials, or should have long ago.
 
-        Starting and loading have deadlines of their own.
+        Starting and loading have deadlines of their own, but a replica may be lost again and again.
         """
-        with self._waits.waiting(
-            self._name,
-            f"a replica at version {self.version}",
-            held_by=self._pool.busy_with,
-            note=self._pool.describe,
+        health = self._config.health
+        limit_s = health.startup_timeout_s + health.sync_timeout_s
+        with (
+            suppress(TimeoutError),
+            self._waits.waiting(
+                self._name,
+                f"a replica at version {self.version}",
+                held_by=self._pool.busy_with,
+                note=self._pool.describe,
+                timeout_s=limit_s,
+            ),
         ):
-            await self._pool.changed.until(self._is_placed)
-        self.is_rejoining = False
+            async with asyncio.timeout(limit_s):
+                await self._pool.changed.until(self._is_placed)
 
     def _is_placed(self) -> Literal[True] | None:
         self._keep_pinned()
-        return True if not self._pending or self._pool.is_held(self._pin) else None
+        return True if not self._pending or self._pool.is_placed(self._pin) else None
 
     # -- trials -------------------------------------------------------------------------------
 
@@ -354,7 +361,6 @@ class ValidationRun:
         """
         if state["trials"] != self._identity():
             return False
-        self.is_rejoining = True
         self._started_s, self._elapsed_s = state["started_s"], state["elapsed_s"]
         self.replica_s = state["replica_s"]
         self._done = {(i, k): restore_outcome(row) for i, k, row in state["done"]}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from freewheel.control.waits import Wait, WaitTable, find_deadlock
-from freewheel.errors import StalledError
+from freewheel.errors import RecordError, StalledError
 
 Action = Literal["end", "report", "recover"]
 
@@ -67,7 +67,7 @@ class Reporter(Protocol):
     """Keeps the evidence of a stall, or of a blocked event loop."""
 
     async def report(self, stall: Stall) -> None:
-        """Write the report. Returns within seconds; never raises."""
+        """Write the report. Returns within seconds; raises nothing but RecordError."""
         ...
 
     async def report_block(self, process: str, cause: str) -> None:
@@ -128,7 +128,11 @@ class Watchdog:
             waits=waits,
             cycle=tuple(find_deadlock(waits)),
         )
-        await self._reporter.report(stall)
+        try:
+            await self._reporter.report(stall)
+        except RecordError as error:
+            # Either ends the run: the stall came first.
+            raise StalledError(stall.sentence()) from error
         progress = stage.progress()
         can_recover = self._action == "recover" and stage.recover is not None
         if self._action == "report":

@@ -2,6 +2,7 @@
 
 from freewheel.config.sections import RolloutConfig
 from freewheel.errors import ConfigError, FailureClass, RolloutError
+from freewheel.sampling_limits import sampling_problem
 from freewheel.types import GenerationRequest
 
 
@@ -29,6 +30,9 @@ def check_request(
         request.sampling,
         request.prompt_token_ids,
     )
+    problem = sampling_problem(sampling)
+    if problem is not None:
+        raise ConfigError(f"{name}: sampling parameters cannot be used: {problem}")
     # Only the whole counts: a later turn's prompt has the turns before it. The length of the
     # conversation's own prompt is checked where it is rendered.
     longest = rollout.max_prompt_length + rollout.max_response_length
@@ -43,12 +47,5 @@ def check_request(
             FailureClass.BAD_PROMPT,
             f"{name}: the prompt is empty or has token ids outside of [0, {vocab_size})",
         )
-    if (
-        sampling.max_tokens < 1
-        or sampling.temperature < 0
-        or not 0 < sampling.top_p <= 1
-        or not 0 <= sampling.min_p <= 1
-    ):
-        raise ConfigError(f"{name}: sampling parameters cannot be used: {sampling}")
     if sampling.stop and not can_detect_strings:
         raise ConfigError(f"{name}: stop strings need a tokenizer in model.path")

@@ -263,6 +263,7 @@ class AsyncEngine:
             if isinstance(command, _Stop):
                 return command
             self._run(engine, command)
+            del command  # the weights that it brought, too: the wait for the next may be long
 
     def _run(self, engine: TorchEngine, command: _Generate | _Abort | _Update) -> None:
         """Run one command; an error of ours is its caller's, any other one ends the thread."""

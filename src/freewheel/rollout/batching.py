@@ -10,7 +10,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from freewheel.errors import FailureClass, FreewheelError, ReplicaLostError, RolloutError
+from freewheel.errors import (
+    ConfigError,
+    FailureClass,
+    FreewheelError,
+    ReplicaLostError,
+    RolloutError,
+)
 from freewheel.protocols import Generator
 from freewheel.types import Generation, GenerationRequest
 
@@ -115,6 +121,8 @@ class BatchingGenerator:
             results = await self._call(batch.requests)
         except (RolloutError, ReplicaLostError) as error:
             batch.fail(error)
+        except ConfigError as error:  # what was asked for cannot be sampled
+            batch.fail(RolloutError(FailureClass.ENVIRONMENT, str(error)))
         except Exception as error:  # noqa: BLE001  # boundary: it fails the requests
             batch.fail(RolloutError(FailureClass.ENGINE, f"{type(error).__name__}: {error}"))
         else:

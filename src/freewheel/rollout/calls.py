@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 from freewheel.loop_watch import Block, LoopWatch
+from freewheel.unicode_text import well_formed
 
 T = TypeVar("T")
 
@@ -317,8 +318,9 @@ def describe(error: BaseException) -> str:
         if not frame.filename.startswith(_OURS)
     ]
     if not frames:
-        return text
-    return f"{text} ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})"
+        return well_formed(text)
+    frame = frames[-1]
+    return well_formed(f"{text} ({frame.filename}:{frame.lineno} in {frame.name})")
 
 
 def blocking_frame(thread_id: int | None) -> str:

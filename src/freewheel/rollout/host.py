@@ -7,12 +7,11 @@ Everything here runs on the serving loop, and nothing here waits for user code p
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-from freewheel.data.records import Message, nearest
+from freewheel.data.records import Message
 from freewheel.errors import FailureClass, ReplicaLostError, RolloutError
 from freewheel.rollout.batching import BatchingGenerator
 from freewheel.rollout.calls import UserCodeError, after_waiting, notes
@@ -22,6 +21,7 @@ from freewheel.rollout.rewards import RewardResult, check_reward
 from freewheel.rollout.services import GroupPrompt, Services
 from freewheel.rollout.tools import ToolCall, ToolResult, run_tool
 from freewheel.rollout.transcript import Transcript
+from freewheel.rollout.turn_sampling import same_distribution, turn_sampling
 from freewheel.types import (
     Generation,
     GenerationRequest,
@@ -29,7 +29,6 @@ from freewheel.types import (
     Member,
     Purpose,
     RolloutOutcome,
-    SamplingParams,
     Trajectory,
 )
 
@@ -37,7 +36,6 @@ T = TypeVar("T")
 
 _TIMER_S = 1e-3
 """How early a timer may fire."""
-_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 _ENGINE_FAULTS = (FailureClass.ENGINE, FailureClass.TIMEOUT)
 
 
@@ -259,7 +257,12 @@ class RolloutHost:
     ) -> Turn:
         if not await self._open_turn(added):
             return Turn(text="", token_ids=(), finish_reason="length")
-        sampling = self._sampling(overrides)
+        sampling = turn_sampling(
+            self._request.sampling,
+            overrides,
+            seed=self._member.seed + self._num_turns,
+            num_tokens_left=self._transcript.num_tokens_left,
+        )
         request = GenerationRequest(
             request_id=f"{self._request.request_id}/{self.sample_id}/{self._num_turns}",
             prompt_token_ids=self._transcript.token_ids(),
@@ -271,7 +274,7 @@ class RolloutHost:
             generation = await self._generator.generate(request)
         finally:
             self._gen_s += self.loop.time() - started
-        self._accept(generation, is_trained=_same_distribution(sampling, self._request.sampling))
+        self._accept(generation, is_trained=same_distribution(sampling, self._request.sampling))
         text = await self._services.render(self._services.renderer.decode, generation.token_ids)
         return Turn(
             text=text,
@@ -298,24 +301,6 @@ class RolloutHost:
     def _open_prompt(self) -> None:
         if not self._transcript.has_prompt:
             self._transcript.set_prompt(self._prompt.token_ids)
-
-    def _sampling(self, overrides: dict[str, Any]) -> SamplingParams:
-        known = [field.name for field in dataclasses.fields(SamplingParams)]
-        for name in overrides:
-            if name not in known:
-                raise RolloutError(
-                    FailureClass.ENVIRONMENT,
-                    f"generate has no argument {name!r}, only {', '.join(known)}"
-                    f"{nearest(name, known)}",
-                )
-        values = {"seed": self._member.seed + self._num_turns, **overrides}
-        for name in ("stop", "stop_token_ids"):
-            if name in values:
-                value = values[name]
-                values[name] = (value,) if isinstance(value, str | int) else tuple(value)
-        sampling = dataclasses.replace(self._request.sampling, **values)
-        left = min(sampling.max_tokens, self._transcript.num_tokens_left)
-        return dataclasses.replace(sampling, max_tokens=left)
 
     def _accept(self, generation: Generation, *, is_trained: bool) -> None:
         """Take a turn into the record, unless it was cut short."""
@@ -395,8 +380,3 @@ class RolloutHost:
             reward_s=self._reward_s,
             wall_s=self.loop.time() - self._began_s,
         )
-
-
-def _same_distribution(one: SamplingParams, other: SamplingParams) -> bool:
-    """Whether logprobs of the two can be compared."""
-    return all(getattr(one, name) == getattr(other, name) for name in _DISTRIBUTION)

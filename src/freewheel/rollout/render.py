@@ -15,6 +15,7 @@ from freewheel.data.dataset import PromptDataset
 from freewheel.data.records import Message, PromptRecord
 from freewheel.errors import ConfigError, DataError, FailureClass, RolloutError
 from freewheel.types import PromptInfo
+from freewheel.unicode_text import well_formed
 
 Tokens = npt.NDArray[np.int32]
 
@@ -143,7 +144,9 @@ class Renderer:
             ) from error
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        return cast("list[int]", self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        # Data and environments may have text that is not Unicode, which no tokenizer takes.
+        encoded = self._tokenizer(well_formed(text), add_special_tokens=special)
+        return cast("list[int]", encoded["input_ids"])
 
     def _token_text(self, token_id: int) -> str:
         return cast("str", self._tokenizer.decode([token_id], skip_special_tokens=False))

@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from freewheel.errors import CheckpointError, TrainerLostError
+from freewheel.errors import CheckpointError, InvariantError, TrainerLostError
 from freewheel.protocols import Watched
 from freewheel.simulation.world import FakeProcess, FakeTrajectory, FakeWorld
 from freewheel.types import Ref, TrainerInfo, TrainRequest, TrainResult, Weights
@@ -18,6 +19,7 @@ class FakeTrainer(FakeProcess):
         super().__init__(world, "trainer", TrainerLostError)
         self.trained: list[tuple[int, int, FakeTrajectory]] = []
         self.digest = "initial"
+        self._is_up = False
         self._step = 0
         self._copies: dict[int, dict[str, Any]] = {}
         self._restored: dict[int, Weights] = {}
@@ -36,6 +38,7 @@ class FakeTrainer(FakeProcess):
             state = self._state(checkpoint)
             self.digest, self._step = state["digest"], state["step"]
             self._restored = {weights.version: weights for weights in state["held"]}
+        self._is_up = True
         return TrainerInfo(step=self._step, num_parameters=1, device="virtual")
 
     async def train_step(self, request: TrainRequest) -> TrainResult:
@@ -64,7 +67,7 @@ class FakeTrainer(FakeProcess):
             raise CheckpointError(
                 f"the checkpoint carries versions {sorted(self._restored)}, not {version}"
             )
-        return self._restored[version]
+        return replace(self._restored[version])  # another copy in memory each time
 
     async def copy_state(self, step: int) -> None:
         """Take the copying time."""
@@ -76,6 +79,9 @@ class FakeTrainer(FakeProcess):
         self, step: int, folder: Path, trajectories: Sequence[Ref], held: Sequence[Weights]
     ) -> None:
         """Take the writing time; the state is there only when it is over."""
+        self._check_alive(f"checkpoint of step {step}")
+        if step not in self._copies:
+            raise InvariantError(f"step {step}: no copy of the trainer's state was taken")
         copy = self._copies.pop(step)
         await self._world.injector.checkpoint("checkpoint_state")
         seconds = self._world.jittered(self._world.settings.write_s, "write", step)
@@ -96,8 +102,13 @@ class FakeTrainer(FakeProcess):
         if not await self._live(seconds):
             raise TrainerLostError(f"the trainer died: {doing}")
 
+    def _check_alive(self, doing: str) -> None:
+        if not self._is_up or self.is_dead:
+            raise TrainerLostError(f"the trainer {'died' if self._is_up else 'is not up'}: {doing}")
+
     def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
         """Trajectories of these groups from the disk."""
+        self._check_alive("trajectories")
         rows = self._state(folder)["trajectories"]
         return [[row for row in rows if row.group_id == group_id] for group_id in group_ids]
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from freewheel.checkpoint.contents import TRAJECTORIES
 from freewheel.config.sections import Config
 from freewheel.errors import (
     CheckpointError,
@@ -161,7 +162,8 @@ class TrainerCore:
         """The current weights in the rollout engine's number format, tied ones once.
 
         Of an adapter its factors in float32: replicas merge, and convert what they have merged.
-        The bundle may be the trainer's own memory: it is to be used before the next step.
+        The bundle may be the trainer's own memory: whoever reads it after the next step, as an
+        engine does until it is settled, needs a copy. Sending it to another process makes one.
         Collective over ranks; only rank 0's bundle holds tensors.
         """
         weights = (
@@ -223,20 +225,21 @@ class TrainerCore:
 
         Raises:
             InvariantError: there is no copy of that step.
-            CheckpointError: a file cannot be written.
+            CheckpointError: a file cannot be written, or the folder is not there.
         """
         with self._lock:
             copy = self._copies.get(step)
         if copy is None:
             raise InvariantError(f"step {step}: no copy of the trainer's state was taken")
         try:
+            _check_there(folder)
             # Tokenizer files come from the model's folder: a checkpoint that the run was resumed
             # from is deleted when newer ones are complete.
             weights = self._trained.write(copy, folder, self._model)
             state.write_copy(copy, folder, self._model, self._model_path, weights)
             for version, bundle in (held or {}).items():
                 state.write_version(folder, version, bundle)
-            write_trajectories(folder / state.TRAJECTORIES, trajectories)
+            write_trajectories(folder / TRAJECTORIES, trajectories)
             sync_tree(folder)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{folder}: step {step} cannot be written: {error}") from error
@@ -305,6 +308,19 @@ class TrainerCore:
             )
             for part in split_groups(groups, mini_batch_groups)
         ]
+
+
+def _check_there(folder: Path) -> None:
+    """The control plane made it, perhaps on another machine.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if not folder.exists():
+        raise CheckpointError(
+            f"{folder}: is not there for the trainer: trainer.run_dir has to have the same path on "
+            "all nodes (a shared file system)"
+        )
 
 
 def _device(config: Config, ranks: Ranks) -> torch.device:

@@ -22,17 +22,14 @@ from transformers.pytorch_utils import Conv1D
 
 from freewheel import files
 from freewheel.adapter import LEFT, RIGHT
+from freewheel.checkpoint.contents import ADAPTER, ADAPTER_WEIGHTS
 from freewheel.config.sections import ModelConfig
 from freewheel.errors import CheckpointError, ConfigError
 from freewheel.models import INSTALL_PEFT
 
-ADAPTER = "adapter"
-"""Folder in a checkpoint, in peft's format."""
-
 Factors: TypeAlias = Mapping[str, torch.Tensor]
 """By name, as `named_factors` gives them."""
 
-_WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"
 _PREFIX = "base_model.model."
 _TOLERANCE = 1e-5
@@ -93,14 +90,14 @@ def write_adapter(
     """Write the adapter as peft does: `adapter_config.json` and `adapter_model.safetensors`.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint; exists.
         model: for the kinds of its layers alone.
         config: rank and alpha.
         base_path: folder of the base model, which the configuration names.
         factors: what `named_factors` gave, or a copy.
     """
     target = folder / ADAPTER
-    files.make_folder(target)
+    files.make_subfolder(target)
     layers = list(_layers(model))
     saved = _peft_config(config)
     saved.target_modules = [name for name, _ in layers]
@@ -114,7 +111,7 @@ def write_adapter(
         a_RN, b_MR = (left.T, right.T) if layer.fan_in_fan_out else (right, left)
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = a_RN.contiguous()
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = b_MR.contiguous()
-    save_file(tensors, target / _WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def read_adapter(folder: Path, model: PreTrainedModel) -> None:
@@ -123,7 +120,7 @@ def read_adapter(folder: Path, model: PreTrainedModel) -> None:
     Raises:
         CheckpointError: it is missing, damaged or of another model.
     """
-    path = folder / ADAPTER / _WEIGHTS
+    path = folder / ADAPTER_WEIGHTS
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -20,14 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from freewheel import files
+from freewheel.checkpoint.contents import HF, OPTIMIZER, STATE, version_file
 from freewheel.errors import CheckpointError
 from freewheel.trainer.distributed import full, like
 from freewheel.weights import WeightBundle, pack_weights, unpack_weights
 
-HF = "hf"
-OPTIMIZER = "trainer/optimizer.safetensors"
-STATE = "trainer/state.json"
-TRAJECTORIES = "trajectories.parquet"
 OLD_PUBLISHED = "trainer/published.safetensors"
 """Where earlier checkpoints keep the one version that they carry."""
 
@@ -138,13 +135,13 @@ def write_copy(
 
     Args:
         copy: of optimizer and progress.
-        folder: of the checkpoint.
+        folder: of the checkpoint; exists.
         model: for its configuration and class alone.
         source: model folder whose tokenizer files go along.
         weights: float32, all of the model's by name: the copy's, or merged from it.
     """
-    files.make_folder(folder / HF)
-    files.make_folder(folder / "trainer")
+    files.make_subfolder(folder / HF)
+    files.make_subfolder(folder / "trainer")
     _copy_model_files(source, folder / HF)
     _skeleton(model).save_pretrained(folder / HF, state_dict=weights)
     save_file(copy.moments, folder / OPTIMIZER)
@@ -177,7 +174,7 @@ def read_version(folder: Path, version: int) -> WeightBundle:
 
 
 def _version_path(folder: Path, version: int) -> Path:
-    return folder / "trainer" / f"version_{version:06d}.safetensors"
+    return folder / version_file(version)
 
 
 def _skeleton(model: PreTrainedModel) -> PreTrainedModel:

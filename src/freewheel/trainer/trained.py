@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from freewheel.adapter import merged
 from freewheel.base_weights import read_base
+from freewheel.checkpoint.contents import HF
 from freewheel.config.sections import Config
 from freewheel.trainer import lora, state
 
@@ -62,7 +63,7 @@ class TrainedModel:
 
     def load(self, checkpoint: Path | None) -> PreTrainedModel:
         """See `Trained`."""
-        path = self._model_path if checkpoint is None else checkpoint / state.HF
+        path = self._model_path if checkpoint is None else checkpoint / HF
         return state.load_model(path, trust_remote_code=self._trust)
 
     def named(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,7 +95,7 @@ class TrainedAdapter:
         if checkpoint is not None:
             lora.read_adapter(checkpoint, model)
             factors = {name: tensor.detach() for name, tensor in lora.named_factors(model)}
-            saved = read_base(checkpoint / state.HF, trust_remote_code=trust)
+            saved = read_base(checkpoint / HF, trust_remote_code=trust)
             lora.check_base(self._merged(factors), saved, checkpoint)
         return model
 

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,12 @@ from freewheel.backends.ray.generator import RayGenerator
 from freewheel.backends.ray.in_flight import RequestsInFlight
 from freewheel.backends.ray.translate import Answer, Handle, translate
 from freewheel.config.sections import Config
-from freewheel.errors import FreewheelError, LostError, TrajectoriesLostError
+from freewheel.errors import (
+    FreewheelError,
+    LostError,
+    TrajectoriesLostError,
+    WeightsLostError,
+)
 from freewheel.loop_reports import LoopReports, watch_serving_loop
 from freewheel.loop_watch import LoopWatch
 from freewheel.types import (
@@ -277,14 +282,34 @@ class TrainerActor(WorkerActor):
         return self._trainer.train_step(request, _by_group(_fetch(request.payloads)))
 
     def _write(self, step: int, folder: Path, refs: Sequence[Ref], held: dict[int, Ref]) -> None:
-        bundles: dict[int, WeightBundle] = {v: _ray.get(ref) for v, ref in held.items()}
-        self._trainer.write_state(step, folder, _fetch(refs), bundles)
+        # Both before anything is written: the copy stays if some are lost.
+        bundles, groups = _fetch_weights(held), _fetch(refs)
+        self._trainer.write_state(step, folder, groups, bundles)
 
     async def _in_train_thread(self, call: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._train_thread, call, *args)
 
     async def _in_write_thread(self, call: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._write_thread, call, *args)
+
+
+def _fetch_weights(held: Mapping[int, Ref]) -> "dict[int, WeightBundle]":
+    """Resolve published versions, in a thread where waiting blocks nobody.
+
+    Raises:
+        WeightsLostError: names all whose process or node is gone.
+    """
+    bundles: dict[int, WeightBundle] = {}
+    lost: dict[int, str] = {}
+    for version, ref in held.items():
+        if reason := _why_lost(ref):
+            lost[version] = reason
+        else:
+            bundles[version] = _ray.get(ref)
+    if lost:
+        reasons = ", ".join(f"version {version}: {reason}" for version, reason in lost.items())
+        raise WeightsLostError(f"published weights are gone: {reasons}", tuple(lost))
+    return bundles
 
 
 def _fetch(refs: Sequence[Ref]) -> list[list[Trajectory]]:

@@ -20,7 +20,7 @@ class Cores:
     trainer: str = "freewheel.trainer.core:TrainerCore"
     trainer_ranks: str = "freewheel.trainer.distributed:Ranks"
     read_trajectories: str = "freewheel.trainer.trajectories:read_trajectories"
-    trajectories_file: str = "freewheel.trainer.state:TRAJECTORIES"
+    trajectories_file: str = "freewheel.checkpoint.contents:TRAJECTORIES"
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> "Cores":

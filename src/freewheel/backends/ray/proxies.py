@@ -224,7 +224,7 @@ class RayTrainer:
         versions = {weights.version: weights.ref for weights in held}
         try:
             await self._first.call("write_state", step, folder, tuple(trajectories), versions)
-        except (TrainerLostError, TrajectoriesLostError):
+        except (TrainerLostError, TrajectoriesLostError, WeightsLostError):
             raise
         except LostError as error:
             raise WeightsLostError(f"weights that the checkpoint needs: {error}") from error

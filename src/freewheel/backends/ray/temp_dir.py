@@ -26,9 +26,10 @@ class TempDir:
             base = Path("/tmp")
         for stale in base.glob(f"{_PREFIX}*"):
             _remove_if_stale(stale)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = -1
+        while self._lock < 0:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            self._lock = _lock_new(self.path)
 
     def remove(self) -> None:
         """Delete the folder. Idempotent."""
@@ -40,6 +41,19 @@ class TempDir:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _lock_new(folder: Path) -> int:
+    """Lock a new folder; -1 if another run took it for a stale one before it was locked."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
+            return lock
+    except FileNotFoundError:
+        pass
+    os.close(lock)
+    return -1
 
 
 def _remove_if_stale(folder: Path) -> None:
