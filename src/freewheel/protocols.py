@@ -69,6 +69,13 @@ class Replica(Watched, Protocol):
         """
         ...
 
+    async def abort(self, request_id: str) -> None:
+        """End what a `GroupRequest` has in the engine, whose rollout worker is gone.
+
+        Returns when it has ended; what still arrives of it is refused. Unknown ids are ignored.
+        """
+        ...
+
     async def stats(self) -> ReplicaStats:
         """Counters of the engine."""
         ...

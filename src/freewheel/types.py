@@ -186,7 +186,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Continue these tokens. `request_id` is unique while the request is in the engine."""
+    """Continue these tokens.
+
+    `request_id` is unique while the request is in the engine; of a rollout, it begins with the id
+    of the `GroupRequest` and a slash.
+    """
 
     request_id: str
     prompt_token_ids: npt.NDArray[np.int32]

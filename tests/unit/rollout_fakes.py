@@ -10,7 +10,13 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from freewheel.config.sections import Config, DataConfig, HealthConfig, RolloutConfig
+from freewheel.config.sections import (
+    Config,
+    DataConfig,
+    HealthConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
 from freewheel.errors import ReplicaLostError
 from freewheel.rollout.worker import RolloutWorkerCore
 from freewheel.types import (
@@ -107,11 +113,13 @@ def config_for(folder: Path, rows, **rollout) -> Config:
     path = folder / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     health = HealthConfig(**rollout.pop("health", {}))
+    validation = ValidationConfig(**rollout.pop("validation", {}))
     values = {"max_prompt_length": 200, "max_response_length": 200, **rollout}
     return Config(
         data=DataConfig(train_files=str(path), **data),
         rollout=RolloutConfig(**values),
         health=health,
+        validation=validation,
     )
 
 

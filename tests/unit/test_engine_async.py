@@ -240,6 +240,20 @@ async def test_a_step_that_never_ends_does_not_hold_a_caller(tmp_path, monkeypat
     await engine.aclose()
 
 
+async def test_calls_of_a_group_share_the_prefill_and_end_one_by_one(tmp_path, slow_steps):
+    async with _engine(tmp_path) as engine, asyncio.TaskGroup() as group:
+        prompt = list(range(3, 43))
+        items = [request(str(i), prompt, max_tokens=2 + 3 * i, temperature=0) for i in range(4)]
+        calls = [group.create_task(engine.generate([item], timeout_s=30)) for item in items]
+        await _until(lambda: engine.stats().num_waiting == 4)
+        for call, item in zip(calls, items, strict=True):
+            slow_steps.release(2 if call is calls[0] else 3)
+            (result,) = await call
+            assert len(result.token_ids) == item.sampling.max_tokens
+            assert [c.done() for c in calls] == [c in calls[: calls.index(call) + 1] for c in calls]
+        assert engine.stats().num_prompt_tokens == len(prompt)
+
+
 async def test_the_loop_turns_while_the_engine_computes(tmp_path, monkeypatch):
     async with _engine(tmp_path) as engine:
         go = threading.Event()

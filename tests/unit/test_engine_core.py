@@ -103,6 +103,29 @@ def test_a_group_shares_its_prefill(tmp_path):
         _assert_logprobs(model, prompt, result, SamplingParams(max_tokens=12))
 
 
+def test_groups_that_mix_in_line_share_their_prefills(tmp_path):
+    engine = make_engine("llama_tied", tmp_path, max_num_seqs=12)
+    model, texts = make_model("llama_tied"), {"a": [*range(3, 33)], "b": [*range(4, 24)]}
+    items = [request(f"{name}{i}", texts[name], seed=i) for i in range(5) for name in texts]
+    results = run(engine, items)
+    assert engine.stats().num_prompt_tokens == len(texts["a"]) + len(texts["b"])
+    for name, result in results.items():
+        _assert_logprobs(model, texts[name[0]], result, SamplingParams(max_tokens=12))
+
+
+def test_those_who_find_no_room_beside_their_prompt_keep_their_place(tmp_path):
+    engine = make_engine("llama_tied", tmp_path, max_num_seqs=3)
+    texts = {"a": [5, 6, 7], "b": [8, 9]}
+    order = ["a0", "b0", "a1", "a2", "a3", "b1"]
+    for name in order:
+        engine.add(request(name, texts[name[0]], max_tokens=4))
+    engine.step()
+    assert [r.request_id for r in engine._scheduler.waiting] == ["b0", "a3", "b1"]
+    results = run(engine)
+    assert set(results) == set(order)
+    assert engine.stats().num_prompt_tokens == 3 + 2 + 3
+
+
 @pytest.mark.parametrize(("name", "fast"), BOTH)
 def test_requests_join_and_leave_at_every_token(name, fast, tmp_path):
     engine, model = make_engine(name, tmp_path, fast=fast, max_num_seqs=4), make_model(name)

@@ -1,12 +1,21 @@
 import asyncio
 import dataclasses
+import re
 import time
 
 import numpy as np
 import pytest
 
+from freewheel.config.sections import (
+    ActorConfig,
+    AsyncTrainingConfig,
+    Config,
+    DataConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
 from freewheel.errors import ConfigError, DataError, FailureClass, ReplicaLostError, RolloutError
-from freewheel.rollout.worker import RolloutWorkerCore
+from freewheel.rollout.worker import RolloutWorkerCore, max_environment_threads
 from freewheel.types import DatasetInfo, Purpose, Split
 from tests.unit import rollout_usercode as user
 from tests.unit.rollout_fakes import (
@@ -505,24 +514,112 @@ async def test_a_turn_left_behind_is_cancelled(bench):
         await until(lambda: user.SEEN[0].done())
 
 
-async def test_only_equal_prompts_share_a_call(bench):
-    async with bench(environment="TwoTurns") as at:
+async def test_all_trials_of_a_prompt_find_a_thread(bench, tmp_path):
+    settings = {"validation": {"n": 48}, "data_val_files": str(tmp_path / "rows.jsonl"), "n": 1}
+    async with bench(environment="SyncTwoTurns", **settings) as at:
+        together = asyncio.Barrier(48)
+
+        async def answer(request):
+            await together.wait()
+            return f"4{END}"
+
+        request = group_request(48, purpose=Purpose.VALIDATION)
+        outcomes, _ = await at.worker.run_group(request, at.engine(answer))
+        assert failures(outcomes) == [None] * 48
+
+
+async def test_a_timeout_tells_what_went_by_until_a_thread_was_free(bench, monkeypatch):
+    monkeypatch.setattr("freewheel.rollout.worker._MAX_ENVIRONMENT_THREADS", 1)
+    async with bench(environment="SyncTwoTurns") as at:
+
+        async def answer(request):
+            if request.request_id == "r7/s0/0":
+                await asyncio.sleep(0.5)
+            if request.request_id == "r7/s1/0":
+                return generation(request, at.encode("abc"), finish_reason="timeout")
+            if request.request_id == "r7/s2/0":
+                await asyncio.Event().wait()
+            return f"4{END}"
+
+        request = group_request(4, timeout_s=2.0)
+        outcomes, _ = await at.worker.run_group(request, at.engine(answer))
+    assert failures(outcomes) == [None] + [FailureClass.TIMEOUT] * 3
+    waited = r"\(after 0\.[5-9] s of waiting for a thread\)"
+    assert re.search(rf"turn 0 was cut after .* for the reward {waited}$", outcomes[1].message)
+    assert re.search(rf"generating turn 0 for .* {waited}$", outcomes[2].message)
+    # It may get the thread of the one before in the moment in which both are given up.
+    assert re.search(r" 2\.\d s (waiting for one of 1 th|of waiting for a th)", outcomes[3].message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_threads"),
+    [
+        ({}, 3 * 2 * 4),
+        ({"data": DataConfig(val_files="v")}, 3 * 2 * 4 + 5 * 2 * 4),
+        (
+            {
+                "data": DataConfig(val_files="v"),
+                "validation": ValidationConfig(mode="dedicated", dedicated_replicas=3, n=5),
+            },
+            3 * 2 * 4 + 5 * 3 * 4,
+        ),
+        # What the slots admit at once: ppo_mini_batch_size = 4, half as many again stale.
+        ({"actor": ActorConfig(ppo_mini_batch_size=4)}, 3 * 6),
+        ({"rollout": RolloutConfig(n=1000, replicas=2)}, 1024),
+    ],
+)
+async def test_threads_for_all_that_may_run_at_once_in_one_worker(fields, num_threads):
+    config = Config(
+        **{
+            "rollout": RolloutConfig(n=3, replicas=2, num_workers=4),
+            "async_training": AsyncTrainingConfig(concurrent_samples_per_replica=4),
+            "validation": ValidationConfig(n=5),
+            **fields,
+        }
+    )
+    assert max_environment_threads(config) == num_threads
+
+
+@pytest.mark.parametrize("held", [0, 1])
+@pytest.mark.parametrize("environment", ["TwoTurns", "SyncTwoTurns"])
+async def test_no_member_waits_for_the_turn_of_another(bench, environment, held):
+    last = {"TwoTurns": 2, "SyncTwoTurns": 1}[environment]
+    async with bench(environment=environment) as at:
         slow = asyncio.Event()
 
         async def answer(request):
-            if "/s1/1" in request.request_id:
+            if request.request_id == f"r7/s1/{held}":
                 await slow.wait()
-            return f"{request.request_id}"
+            return request.request_id
 
         engine = at.engine(answer)
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(at.worker.run_group(group_request(2), engine))
-            # The first member reaches its third turn while the second is held in its own.
-            await until(lambda: any(c[0].request_id == "r7/s0/2" for c in engine.calls))
+            task = group.create_task(at.worker.run_group(group_request(3), engine))
+            # The others come to their last turns while this one is held.
+            for other in ("s0", "s2"):
+                wanted = f"r7/{other}/{last}"
+                await until(lambda wanted=wanted: wanted in _asked(engine))
             slow.set()
-        assert failures(task.result()[0]) == [None, None]
-        for call in engine.calls:
-            assert len({request.prompt_token_ids.tobytes() for request in call}) == 1
+        assert failures(task.result()[0]) == [None] * 3
+
+
+async def test_a_slow_member_takes_no_time_from_the_others(bench):
+    async with bench(environment="TwoTurns") as at:
+
+        async def answer(request):
+            if request.request_id != "r7/s1/0":
+                return request.request_id
+            await asyncio.sleep(0.9)  # what is kept for rewards begins then
+            return generation(request, at.encode("abc"), finish_reason="timeout")
+
+        engine = at.engine(answer)
+        outcomes, _ = await at.worker.run_group(group_request(3, timeout_s=1.0), engine)
+        assert failures(outcomes) == [None, FailureClass.TIMEOUT, None]
+        assert min(engine.timeouts) > 0.3
+
+
+def _asked(engine):
+    return [request.request_id for call in engine.calls for request in call]
 
 
 async def test_async_rewards_get_prompt_extra_and_kwargs(bench):

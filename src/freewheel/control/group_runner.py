@@ -2,7 +2,8 @@
 
 Shared by training rollouts and validation. A failure of a member comes back as its outcome; a
 worker that does not answer by deadline plus grace is reported lost, and so is a replica that a
-worker could not reach. An answer to an earlier attempt is not taken for one to this.
+worker could not reach; what a lost worker left in the engine is ended. An answer to an earlier
+attempt is not taken for one to this.
 """
 
 import asyncio
@@ -13,7 +14,13 @@ from freewheel.config.sections import HealthConfig
 from freewheel.control.pool import Lease, Pool
 from freewheel.control.waits import WaitTable
 from freewheel.control.worker_pool import WorkerPool
-from freewheel.errors import FailureClass, InvariantError, LostError, ReplicaLostError
+from freewheel.errors import (
+    FailureClass,
+    FreewheelError,
+    InvariantError,
+    LostError,
+    ReplicaLostError,
+)
 from freewheel.protocols import Recorder
 from freewheel.types import GroupRequest, GroupResult, Member, RolloutOutcome, SamplingParams, Split
 
@@ -89,7 +96,25 @@ class GroupRunner:
         finally:
             self._workers.ended_call(worker)
         self._workers.report_lost(worker, reason)
+        await self._abort(lease, request)
         return _all_failed(request, FailureClass.LOST_WORKER, reason)
+
+    async def _abort(self, lease: Lease, request: GroupRequest) -> None:
+        """End what a lost worker left in the engine: the next attempt would wait behind it."""
+        if lease.lost:
+            return
+        limit_s, held_by = self._health.grace_s, (f"replica-{lease.replica_id}",)
+        what = "the end of a lost worker's requests"
+        try:
+            with self._waits.waiting(lease.holder, what, held_by=held_by, timeout_s=limit_s):
+                async with asyncio.timeout(limit_s):
+                    await lease.replica.abort(request.request_id)
+        except TimeoutError:
+            # A replica that stands still is found by its own watch; the requests have a deadline.
+            return
+        except FreewheelError as error:
+            # Lost, or an engine that cannot end a request: of no use either.
+            self._lost_replica(lease, str(error))
 
     def _without_late(self, request: GroupRequest, result: GroupResult) -> GroupResult:
         """The result, or all members as lost if their worker answered an earlier attempt."""
@@ -104,10 +129,14 @@ class GroupRunner:
 
     def _notice_lost_replica(self, lease: Lease, result: GroupResult) -> None:
         lost = [o for o in result.outcomes if o.failure is FailureClass.LOST_REPLICA]
-        gone = self._pool.down(lease.replica_id, lease.incarnation) if lost else None
+        if lost:
+            self._lost_replica(lease, lost[0].message)
+
+    def _lost_replica(self, lease: Lease, reason: str) -> None:
+        gone = self._pool.down(lease.replica_id, lease.incarnation)
         if gone is not None:
             gone.kill()
-            self._recorder.event("replica_lost", replica=lease.replica_id, reason=lost[0].message)
+            self._recorder.event("replica_lost", replica=lease.replica_id, reason=reason)
 
 
 def _all_failed(request: GroupRequest, failure: FailureClass, message: str) -> GroupResult:

@@ -1,7 +1,7 @@
 """Decides what one engine step computes: which requests decode, which prompt tokens are prefilled.
 
 Plain Python, no tensors. A request is waiting, prefilling or running. Prompts that are equal and
-wait side by side (the rollouts of a group) are prefilled once, as one `Prefill` with several
+wait at the same time (the rollouts of a group) are prefilled once, as one `Prefill` with several
 members. A request whose keys and values were dropped (for memory, or because the weights changed)
 waits again, first in line, and is prefilled with the tokens it already has.
 
@@ -12,7 +12,7 @@ as rows already.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -163,30 +163,37 @@ class Scheduler:
 
     def _admit(self) -> Prefill | None:
         """Move the first in line, and those that share its prompt, to prefilling."""
-        if not self.waiting:
-            return None
         members: list[Request] = []
         active = [*self.running, *(r for prefill in self.prefilling for r in prefill.members)]
-        while self.waiting and self._shares(members, self.waiting[0]):
-            if not self._fits(active, members, self.waiting[0]):
+        for request in self._sharing():
+            if not self._fits(active, members, request):
                 break
-            members.append(self.waiting.popleft())
+            members.append(request)
         if not members:
             return None
         for member in members:
+            self.waiting.remove(member)
             self._admitted += 1
             member.order = member.order or self._admitted
         prefill = Prefill(members=members, token_ids=members[0].all_tokens())
         self.prefilling.append(prefill)
         return prefill
 
-    def _shares(self, members: list[Request], request: Request) -> bool:
-        if not members:
-            return True
-        first = members[0]
-        if first.token_ids or request.token_ids:
-            return False
-        return np.array_equal(first.prompt, request.prompt)
+    def _sharing(self) -> Iterator[Request]:
+        """The first in line, then all with its prompt that have no tokens of their own yet.
+
+        Wherever they are in line: requests of several groups that come one by one mix in it, and a
+        prompt is dear to compute, while those who are passed lose no more than rows.
+        """
+        queue = iter(self.waiting)
+        first = next(queue, None)
+        if first is None:
+            return
+        yield first
+        if not first.token_ids:
+            for request in queue:
+                if not request.token_ids and np.array_equal(first.prompt, request.prompt):
+                    yield request
 
     def _fits(self, active: list[Request], members: list[Request], request: Request) -> bool:
         requests = [*active, *members, request]

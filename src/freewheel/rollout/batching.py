@@ -1,8 +1,9 @@
-"""Sends requests that belong together to the engine in one call.
+"""Sends the requests of a group's members to the engine, and aborts those that nobody waits for.
 
-The members of a group start with the same prompt in the same turn of the loop: one call lets the
-engine compute the prompt once. Only requests with equal prompts are put together, because a call
-returns when the last of them is done: later turns, which differ, must not wait for each other.
+A call returns when the last of its requests is done. Members that may have something to do before
+that, such as a tool or another turn, have calls of their own: no one waits for another's turn. They
+go out in the same turn of the loop, and the engine computes a prompt once for all that wait with
+it. Where a member's only turn is its last, equal prompts share a call, which costs less.
 """
 
 import asyncio
@@ -58,6 +59,7 @@ class BatchingGenerator:
         tasks: group of tasks that owns the calls; they never raise into it.
         generate_until: loop time at which the engine is to return what it has. An engine that does
             not is given up by the requests' own deadlines, and `close`.
+        single_turn: the members take one turn each; those with equal prompts share a call.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class BatchingGenerator:
         tasks: asyncio.TaskGroup,
         *,
         generate_until: float,
+        single_turn: bool,
     ) -> None:
         self._generator = generator
         self._tasks = tasks
         self._generate_until = generate_until
+        self._single_turn = single_turn
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[bytes, _Batch] = {}
+        self._pending: dict[bytes | str, _Batch] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._in_flight: set[str] = set()
 
@@ -85,7 +89,8 @@ class BatchingGenerator:
         future: asyncio.Future[Generation] = self._loop.create_future()
         if not self._pending:
             self._loop.call_soon(self._flush)
-        batch = self._pending.setdefault(request.prompt_token_ids.tobytes(), _Batch())
+        shared = request.prompt_token_ids.tobytes() if self._single_turn else request.request_id
+        batch = self._pending.setdefault(shared, _Batch())
         batch.requests.append(request)
         batch.futures.append(future)
         try:

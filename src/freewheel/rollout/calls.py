@@ -9,6 +9,7 @@ daemons, so that leaked ones cannot hold the process open.
 import asyncio
 import contextlib
 import contextvars
+import math
 import queue
 import sys
 import threading
@@ -22,6 +23,7 @@ from freewheel.unicode_text import well_formed
 
 T = TypeVar("T")
 
+_NOTICEABLE_S = 0.1
 _OURS = __file__.rpartition("/")[0]
 
 
@@ -58,6 +60,8 @@ class Call(Generic[T]):
         self.task: asyncio.Task[None] | None = None
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
+        self._made_s = self._loop.time()
+        self._claimed_s = math.inf
         self._lock = threading.Lock()
         self._claimed = False
         self._given_up = False
@@ -72,10 +76,16 @@ class Call(Generic[T]):
         """Whether nobody waits for it any more."""
         return self._given_up
 
+    @property
+    def waited_s(self) -> float:
+        """How long it waited for a runner, up to now if it still does. From any thread."""
+        return min(self._claimed_s, self._loop.time()) - self._made_s
+
     def claim(self) -> bool:
         """Called by the runner before it starts. False: given up meanwhile, do not start."""
         with self._lock:
             self._claimed = not self._given_up
+            self._claimed_s = self._loop.time()
         self.thread_id = threading.get_ident()
         return self._claimed
 
@@ -320,6 +330,11 @@ def blocking_frame(thread_id: int | None) -> str:
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def after_waiting(seconds: float) -> str:
+    """What a message adds of the time until a thread was free, where that was noticeable."""
+    return f" (after {seconds:.1f} s of waiting for a thread)" if seconds >= _NOTICEABLE_S else ""
 
 
 def notes(error: TimeoutError) -> str:

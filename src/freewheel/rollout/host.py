@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from freewheel.data.records import Message
 from freewheel.errors import FailureClass, ReplicaLostError, RolloutError
 from freewheel.rollout.batching import BatchingGenerator
-from freewheel.rollout.calls import UserCodeError, notes
+from freewheel.rollout.calls import UserCodeError, after_waiting, notes
 from freewheel.rollout.environment import Episode, SyncEpisode, Turn
 from freewheel.rollout.loops import LoopBlockedError
 from freewheel.rollout.rewards import RewardResult, check_reward
@@ -74,6 +74,7 @@ class RolloutHost:
         self._transcript = Transcript(max_response_tokens=request.sampling.max_tokens)
         self._num_turns = 0
         self._began_s = self.loop.time()
+        self._thread_wait_s = 0.0
         self._gen_s = 0.0
         self._reward_s = 0.0
         self._stages: list[tuple[str, float]] = []
@@ -240,9 +241,13 @@ class RolloutHost:
             return await user_code.run_async(
                 name, lambda: environment.make().run(Episode(self)), sample_id=sample_id
             )
-        value = await user_code.run_sync(
-            "environment", name, lambda: environment.make().run(SyncEpisode(self))
-        )
+        asked_s = self.loop.time()
+
+        def run() -> object:
+            self._thread_wait_s = self.loop.time() - asked_s
+            return environment.make().run(SyncEpisode(self))
+
+        value = await user_code.run_sync("environment", name, run)
         if inspect.isawaitable(value):
             return await user_code.run_async(name, lambda: value, sample_id=sample_id)
         return value
@@ -304,7 +309,8 @@ class RolloutHost:
                 FailureClass.TIMEOUT,
                 f"rollout {self.sample_id}: {self._stages[-1][0]} was cut after "
                 f"{self._gen_s:.1f} s and {len(generation.token_ids)} tokens, the rest of its "
-                f"{self._request.timeout_s:g} s being for the reward",
+                f"{self._request.timeout_s:g} s being for the reward"
+                f"{after_waiting(self._thread_wait_s)}",
             )
         if generation.finish_reason == "abort":
             raise RolloutError(

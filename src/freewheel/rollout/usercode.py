@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from freewheel.data.records import nearest
 from freewheel.errors import ConfigError
-from freewheel.rollout.calls import Call, ThreadPool, blocking_frame
+from freewheel.rollout.calls import Call, ThreadPool, after_waiting, blocking_frame
 from freewheel.rollout.loops import LoopBlockedError, LoopLimits, Loops
 
 T = TypeVar("T")
@@ -81,12 +81,14 @@ class UserCode:
             return await call.future
         except asyncio.CancelledError as error:
             if self._give_up(pool, call):
-                error.add_note(f"at {blocking_frame(call.thread_id)}")
+                waited = after_waiting(call.waited_s)
+                error.add_note(f"at {blocking_frame(call.thread_id)}{waited}")
                 self._pools[pool].grow(
                     num_active=len(self._active[pool]), num_leaked=len(self._leaked[pool])
                 )
             else:
-                error.add_note(f"waiting for one of {self._pools[pool].num_threads} threads")
+                num_threads = self._pools[pool].num_threads
+                error.add_note(f"{call.waited_s:.1f} s waiting for one of {num_threads} threads")
             raise
 
     async def run_async(

@@ -7,7 +7,6 @@ its own, and every deadline is kept on the serving loop.
 
 import asyncio
 import concurrent.futures
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from freewheel.types import (
 _REWARD_SHARE = 0.1
 """Most of a rollout's time that is kept for the reward of what was generated until then."""
 _MAX_REWARD_THREADS = 16
-_MAX_ENVIRONMENT_THREADS = 512
+_MAX_ENVIRONMENT_THREADS = 1024
 
 
 class RolloutWorkerCore:
@@ -154,14 +153,20 @@ class RolloutWorkerCore:
         self, request: GroupRequest, generator: Generator, prompt: GroupPrompt, deadline: float
     ) -> tuple[list[RolloutHost], tuple[RolloutOutcome, ...]]:
         kept_s = min(self._config.rollout.reward_timeout_s, _REWARD_SHARE * request.timeout_s)
+        services = self._started()
         async with asyncio.TaskGroup() as engine_calls:
-            batching = BatchingGenerator(generator, engine_calls, generate_until=deadline - kept_s)
+            batching = BatchingGenerator(
+                generator,
+                engine_calls,
+                generate_until=deadline - kept_s,
+                single_turn=services.environment.is_ours,
+            )
             hosts = [
                 RolloutHost(
                     request,
                     member,
                     prompt=prompt,
-                    services=self._started(),
+                    services=services,
                     generator=batching,
                     deadline=deadline,
                 )
@@ -184,8 +189,6 @@ class RolloutWorkerCore:
 
     def _load_services(self) -> Services:
         rollout = self._config.rollout
-        num_groups = rollout.replicas * self._config.async_training.concurrent_samples_per_replica
-        num_rollouts = rollout.n * math.ceil(num_groups / rollout.num_workers)
         return Services(
             renderer=Renderer(self._config, self._model_path),
             renderer_thread=self._renderer_thread,
@@ -194,7 +197,7 @@ class RolloutWorkerCore:
             reward_timeout_s=rollout.reward_timeout_s,
             tool_timeout_s=rollout.tool_timeout_s,
             user_code=UserCode(
-                max_environment_threads=min(num_rollouts, _MAX_ENVIRONMENT_THREADS),
+                max_environment_threads=max_environment_threads(self._config),
                 max_reward_threads=_MAX_REWARD_THREADS,
                 limits=LoopLimits(
                     blocked_s=self._config.health.loop_blocked_s,
@@ -208,6 +211,21 @@ class RolloutWorkerCore:
         if self._services is None:
             raise RuntimeError(f"rollout worker {self._worker_id} is not started, or closed")
         return self._services
+
+
+def max_environment_threads(config: Config) -> int:
+    """Threads for the most rollouts and trials at once, all in one worker, within a bound.
+
+    A worker has them all when the others are being replaced. Threads are started when needed.
+    """
+    per_replica = config.async_training.concurrent_samples_per_replica
+    num_groups = min(config.rollout.replicas * per_replica, config.max_slots)
+    num_rollouts = config.rollout.n * num_groups
+    if config.data.val_files:
+        alone = config.validation_mode == "dedicated"
+        replicas = config.validation.dedicated_replicas if alone else config.rollout.replicas
+        num_rollouts += config.validation.n * replicas * per_replica
+    return min(num_rollouts, _MAX_ENVIRONMENT_THREADS)
 
 
 def _read_records(

@@ -1,10 +1,19 @@
 """A fake replica: tokens carry the version that was active when they were sampled."""
 
 import asyncio
+from dataclasses import dataclass
 
 from freewheel.errors import InvariantError, ReplicaLostError
 from freewheel.simulation.world import FakeProcess, FakeWorld
 from freewheel.types import ReplicaStats, VersionSpans, Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Left:
+    """A request that goes on though its rollout worker is gone."""
+
+    began_s: float
+    num_tokens: int
 
 
 class FakeReplica(FakeProcess):
@@ -21,6 +30,7 @@ class FakeReplica(FakeProcess):
         self._num_tokens = 0
         self._num_running = 0
         self._began_s: list[float] = []
+        self._left: dict[str, list[_Left]] = {}
         self.num_updates = 0
         self._stuck_s: float | None = None
 
@@ -37,7 +47,12 @@ class FakeReplica(FakeProcess):
     @property
     def is_sampling(self) -> bool:
         """True while it has requests to work on."""
-        return self._num_running > 0
+        return self._num_running > 0 and not self.is_dead
+
+    @property
+    def num_left(self) -> int:
+        """Requests that it works on for rollout workers that are gone."""
+        return sum(map(len, self._left.values()))
 
     @property
     def num_tokens(self) -> int:
@@ -95,20 +110,46 @@ class FakeReplica(FakeProcess):
         if not self._history:
             raise InvariantError(f"replica {self._replica_id} has no weights to serve")
         rate = self._world.settings.tokens_per_s
-        began_s = asyncio.get_running_loop().time()
-        self._num_running += 1
-        self._began_s.append(began_s)
+        began_s = self._begin()
         try:
             alive = await self._live(num_tokens / rate)
             if self._stuck_s is not None:
                 alive = not await self._died.wait()
         finally:
-            self._num_running -= 1
-            self._began_s.remove(began_s)
-            self._num_tokens += min(num_tokens, self._sampled_since(began_s))
+            self._end(began_s, num_tokens)
         if not alive:
             raise ReplicaLostError(f"replica {self._replica_id} died")
         return self._spans(began_s, num_tokens, rate)
+
+    def leave(self, request_id: str, num_tokens: int) -> None:
+        """Sample on, so many tokens, for a request whose rollout worker died."""
+        left = _Left(began_s=self._begin(), num_tokens=num_tokens)
+        self._left.setdefault(request_id, []).append(left)
+        seconds = num_tokens / self._world.settings.tokens_per_s
+        asyncio.get_running_loop().call_later(seconds, self._finish, request_id, left)
+
+    async def abort(self, request_id: str) -> None:
+        """End what was left of a group's request, if it answers."""
+        if not await self._answer():
+            raise ReplicaLostError(f"replica {self._replica_id} is dead")
+        for left in self._left.pop(request_id, []):
+            self._end(left.began_s, left.num_tokens)
+
+    def _finish(self, request_id: str, left: "_Left") -> None:
+        if self._stuck_s is None and left in self._left.get(request_id, []):
+            self._left[request_id].remove(left)
+            self._end(left.began_s, left.num_tokens)
+
+    def _begin(self) -> float:
+        began_s = asyncio.get_running_loop().time()
+        self._num_running += 1
+        self._began_s.append(began_s)
+        return began_s
+
+    def _end(self, began_s: float, num_tokens: int) -> None:
+        self._num_running -= 1
+        self._began_s.remove(began_s)
+        self._num_tokens += min(num_tokens, self._sampled_since(began_s))
 
     def _spans(self, began_s: float, num_tokens: int, rate: float) -> VersionSpans:
         spans: list[tuple[int, int]] = []

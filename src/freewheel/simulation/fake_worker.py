@@ -162,7 +162,7 @@ class FakeRolloutWorker(FakeProcess):
         num_tokens = self._world.lengths.draw(rng, request.sampling.max_tokens)
         fate, loop_number = rng.random(), self._user_loop
         await self._user_code(loop_number, "environment_begins")
-        spans = await replica.generate(num_tokens)
+        spans = await self._generate(request, replica, num_tokens)
         await self._user_code(loop_number, "environment_ends", "tool")
         if request.purpose is Purpose.VALIDATION:
             await self._user_code(loop_number, "trial")
@@ -173,6 +173,20 @@ class FakeRolloutWorker(FakeProcess):
         await self._user_code(loop_number, "reward")
         await self._live(settings.reward_s)
         return spans
+
+    async def _generate(
+        self, request: GroupRequest, replica: FakeReplica, num_tokens: int
+    ) -> VersionSpans:
+        """Sample; the replica does not hear of this process's death, and goes on."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            return await replica.generate(num_tokens)
+        except asyncio.CancelledError:
+            num_sampled = int((loop.time() - began_s) * self._world.settings.tokens_per_s)
+            if self.is_dead and not replica.is_dead and num_sampled < num_tokens:
+                replica.leave(request.request_id, num_tokens - num_sampled)
+            raise
 
     async def _user_code(self, loop_number: int, *points: str) -> None:
         """Stand still if the injected failure strikes here, or has blocked this loop."""

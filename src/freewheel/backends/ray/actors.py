@@ -25,6 +25,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, WorkerCrash
 
 from freewheel.backends.ray.cores import Cores, Loaded, load
 from freewheel.backends.ray.generator import RayGenerator
+from freewheel.backends.ray.in_flight import RequestsInFlight
 from freewheel.backends.ray.translate import Answer, Handle, translate
 from freewheel.config.sections import Config
 from freewheel.errors import (
@@ -137,6 +138,7 @@ class ReplicaActor(WorkerActor):
         """Build the engine."""
         core = await self.load(self.setup.cores.replica)
         self._engine = core(self.setup.config, self.setup.model_path)
+        self._in_flight = RequestsInFlight()
         await self._engine.start()
         self._merger: Any = None
         if self.setup.config.model.lora_rank:
@@ -148,12 +150,18 @@ class ReplicaActor(WorkerActor):
         self, requests: Sequence[GenerationRequest], timeout_s: float
     ) -> list[Generation]:
         """Called by rollout workers."""
-        return await self._engine.generate(requests, timeout_s=timeout_s)
+        with self._in_flight.running(requests):
+            return await self._engine.generate(requests, timeout_s=timeout_s)
 
     @boundary
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Called by rollout workers."""
         await self._engine.abort(request_ids)
+
+    @boundary
+    async def abort_group(self, request_id: str) -> None:
+        """Called by the control plane when a group's rollout worker is gone."""
+        await self._engine.abort(self._in_flight.give_up(request_id))
 
     @boundary
     async def update_weights(self, version: int, bundle: "WeightBundle") -> None:

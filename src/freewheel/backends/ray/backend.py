@@ -113,7 +113,7 @@ class RayBackend:
             )
             for rank in range(self._config.actor.world_size)
         ]
-        return RayTrainer(ranks)
+        return RayTrainer(ranks, grace_s=self._config.health.grace_s)
 
     def kill(self) -> None:
         """End every process at once, without a word to Ray: only before this process exits itself.

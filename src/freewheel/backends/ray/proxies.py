@@ -1,16 +1,18 @@
 """The Protocols `Replica`, `RolloutWorker` and `Trainer` over remote processes."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from freewheel.backends.ray.process import RemoteProcess
 from freewheel.backends.ray.translate import Answer
 from freewheel.errors import (
+    FreewheelError,
     InvariantError,
     LostError,
     ReplicaLostError,
+    StartupError,
     TrainerLostError,
     TrajectoriesLostError,
     WeightsLostError,
@@ -33,6 +35,8 @@ from freewheel.types import (
 )
 
 R = TypeVar("R")
+_MAYBE_OF_ANOTHER = (FreewheelError, StartupError)
+"""What an error of torch.distributed becomes at the boundary, in a call and in a start."""
 
 
 class RayReplica:
@@ -70,6 +74,10 @@ class RayReplica:
             raise
         except LostError as error:
             raise WeightsLostError(f"weights of version {weights.version}: {error}") from error
+
+    async def abort(self, request_id: str) -> None:
+        """End what a group's request still has in the engine."""
+        await self.process.call("abort_group", request_id)
 
     async def stats(self) -> ReplicaStats:
         """Counters of the engine."""
@@ -139,11 +147,17 @@ class RayRolloutWorker:
 
 
 class RayTrainer:
-    """Protocol `Trainer` over one `TrainerActor` a rank; rank 0 answers for all."""
+    """Protocol `Trainer` over one `TrainerActor` a rank; rank 0 answers for all.
 
-    def __init__(self, ranks: Sequence[RemoteProcess]) -> None:
+    Args:
+        ranks: its processes.
+        grace_s: how long a rank has to show that it lives, when another one has failed.
+    """
+
+    def __init__(self, ranks: Sequence[RemoteProcess], *, grace_s: float) -> None:
         self.ranks = tuple(ranks)
         self._first = self.ranks[0]
+        self._grace_s = grace_s
 
     @property
     def processes(self) -> Sequence[RemoteProcess]:
@@ -165,8 +179,8 @@ class RayTrainer:
         try:
             await _together(rank.place() for rank in self.ranks)
             meeting = await self._first.call("rendezvous") if len(self.ranks) > 1 else ""
-            infos = await _together(
-                rank.start(checkpoint, len(self.ranks), meeting) for rank in self.ranks
+            infos = await self._on_all(
+                lambda rank: rank.start(checkpoint, len(self.ranks), meeting)
             )
         except BaseException:  # cancelled, too: the other ranks must not stay
             self.kill()
@@ -185,11 +199,9 @@ class RayTrainer:
 
     async def publish(self, version: int) -> Weights:
         """All ranks gather; rank 0 puts the weights into shared memory, and none come here."""
-        pairs = [rank.submit("publish", version, num_returns=2) for rank in self.ranks]
-        sizes = await _together(
-            rank.answer(size, "publish") for rank, (size, _) in zip(self.ranks, pairs, strict=True)
-        )
-        return Weights(version=version, num_bytes=sizes[0], ref=pairs[0][1])
+        pairs = {rank: rank.submit("publish", version, num_returns=2) for rank in self.ranks}
+        sizes = await self._on_all(lambda rank: rank.answer(pairs[rank][0], "publish"))
+        return Weights(version=version, num_bytes=sizes[0], ref=pairs[self._first][1])
 
     async def publish_restored(self, version: int) -> Weights:
         """Publish a version that the checkpoint carries beside the trainer's own weights."""
@@ -232,7 +244,45 @@ class RayTrainer:
             rank.kill()
 
     async def _all(self, method: str, *args: object) -> list[Answer]:
-        return await _together(rank.call(method, *args) for rank in self.ranks)
+        return await self._on_all(lambda rank: rank.call(method, *args))
+
+    async def _on_all(
+        self, ask: Callable[[RemoteProcess], Coroutine[Any, Any, Answer]]
+    ) -> list[Answer]:
+        """The answers of all ranks, by rank; the first error is raised by itself."""
+        return await _together(self._answer(rank, ask(rank)) for rank in self.ranks)
+
+    async def _answer(self, rank: RemoteProcess, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """One rank's answer. In a collective the loss of a rank is an error of the others first.
+
+        Raises:
+            TrainerLostError: what looks like an error of this rank is the loss of another one.
+        """
+        try:
+            return await call
+        except FreewheelError as error:
+            if type(error) not in _MAYBE_OF_ANOTHER:
+                raise
+            for other in self.ranks:
+                if other is not rank:
+                    await self._check_alive(other, error)
+            raise
+
+    async def _check_alive(self, rank: RemoteProcess, error: FreewheelError) -> None:
+        """Let a rank show that it lives. One that was killed here is no one's cause."""
+        if rank.is_killed:
+            return
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await rank.call("identify")
+        except TimeoutError:
+            lost = TrainerLostError(f"{rank.name}: no answer within {self._grace_s:g} s")
+        except TrainerLostError as gone:
+            lost = gone
+        else:
+            return
+        if not rank.is_killed:
+            raise lost from error
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
