@@ -544,11 +544,17 @@ async def test_a_timeout_tells_what_went_by_until_a_thread_was_free(bench, monke
         request = group_request(4, timeout_s=2.0)
         outcomes, _ = await at.worker.run_group(request, at.engine(answer))
     assert failures(outcomes) == [None] + [FailureClass.TIMEOUT] * 3
-    waited = r"\(after 0\.[5-9] s of waiting for a thread\)"
-    assert re.search(rf"turn 0 was cut after .* for the reward {waited}$", outcomes[1].message)
-    assert re.search(rf"generating turn 0 for .* {waited}$", outcomes[2].message)
+    waited = r"\(after (\d+\.\d) s of waiting for a thread\)"
     # It may get the thread of the one before in the moment in which both are given up.
-    assert re.search(r" 2\.\d s (waiting for one of 1 th|of waiting for a th)", outcomes[3].message)
+    last = r" (\d+\.\d) s (?:waiting for one of 1 th|of waiting for a th)"
+    for outcome, pattern, least_s in (
+        (outcomes[1], rf"turn 0 was cut after .* for the reward {waited}$", 0.5),
+        (outcomes[2], rf"generating turn 0 for .* {waited}$", 0.5),
+        (outcomes[3], last, 1.9),
+    ):
+        found = re.search(pattern, outcome.message)
+        assert found is not None, outcome.message
+        assert float(found[1]) >= least_s
 
 
 @pytest.mark.parametrize(
@@ -609,13 +615,13 @@ async def test_a_slow_member_takes_no_time_from_the_others(bench):
         async def answer(request):
             if request.request_id != "r7/s1/0":
                 return request.request_id
-            await asyncio.sleep(0.9)  # what is kept for rewards begins then
+            await asyncio.sleep(2.7)  # what is kept for rewards begins then
             return generation(request, at.encode("abc"), finish_reason="timeout")
 
         engine = at.engine(answer)
-        outcomes, _ = await at.worker.run_group(group_request(3, timeout_s=1.0), engine)
+        outcomes, _ = await at.worker.run_group(group_request(3, timeout_s=3.0), engine)
         assert failures(outcomes) == [None, FailureClass.TIMEOUT, None]
-        assert min(engine.timeouts) > 0.3
+        assert min(engine.timeouts) > 1.0
 
 
 def _asked(engine):
