@@ -31,8 +31,12 @@ KINDS = ["start-up"] + ["training"] * 3 + ["writing"] * 4 + ["validation"] * 2
 
 
 def newest_checkpoint(folder):
-    latest = folder / "checkpoints" / "latest"
-    return str(latest.resolve()) if latest.is_symlink() else None
+    """What a resume goes on from: a folder is whole once it has its name.
+
+    `latest` follows it, and the kill may come in between.
+    """
+    whole = sorted((folder / "checkpoints").glob("step_*"))
+    return str(whole[-1].resolve()) if whole else None
 
 
 def resumed_from(events):

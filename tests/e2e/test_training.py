@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.audit import audit
+from tests.e2e.hangs.common import USER_CODE
 from tests.e2e.runs import ROOT, Finished, freewheel, resume, start
 
 pytestmark = pytest.mark.e2e
@@ -226,8 +227,10 @@ def test_sigterm_ends_with_its_own_code(tmp_path):
 
 
 def test_a_second_sigint_ends_at_once(tmp_path):
-    live = start(tmp_path, {"trainer": {"total_training_steps": 500}})
-    live.wait_for_event("weights_published", count=3)
+    # The stop cannot end by itself: it waits for a checkpoint whose writing hangs.
+    changes = {"trainer": {"total_training_steps": 500}}
+    live = start(tmp_path, changes, python_path=USER_CODE, module="hanging_disk")
+    live.wait_for_event("checkpoint_cut", count=2)
     live.send(signal.SIGINT)
     live.wait_for_event("stop_requested")
     time.sleep(0.7)  # noqa: TID251 - two signals within half a second are one
