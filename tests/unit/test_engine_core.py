@@ -444,7 +444,7 @@ def test_small_models_keep_to_one_thread(tmp_path):
     loaded = load_model(config(), save(FAST[0], tmp_path))
     assert loaded.weight_names.num_parameters < 4_000_000
     assert loaded.num_useful_threads(8) == 1
-    large = WeightNames(shapes={"a": (900_000,), "b": (900_000,)}, parameters=({"a", "b"},))
-    assert large.num_parameters == 900_000
+    large = WeightNames(shapes={"a": (9_000_000,), "b": (9_000_000,)}, parameters=({"a", "b"},))
+    assert large.num_parameters == 9_000_000
     assert dataclasses.replace(loaded, weight_names=large).num_useful_threads(8) == 2
     assert dataclasses.replace(loaded, weight_names=large).num_useful_threads(1) == 1

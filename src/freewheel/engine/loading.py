@@ -15,7 +15,7 @@ from freewheel.engine.generic import GenericDecoder
 from freewheel.engine.llama import LlamaDecoder, is_llama_like
 from freewheel.errors import ConfigError, InvariantError
 
-_PARAMETERS_PER_THREAD = 400_000
+_PARAMETERS_PER_THREAD = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ class LoadedModel:
         """How many of `limit` CPU threads make a step faster: at least one.
 
         Threads meet several times in each layer, and a small layer is done before they have met. A
-        model of 0.8 million parameters takes 2.3 ms a step of 32 rows with one thread and 1.8 with
-        two; where other programs keep the cores busy, 5 and 7.
+        model of 0.8 million parameters decodes 17,000 tokens/s with two threads and 12,000 with one
+        at 32 rows, but 400 and 1,500 at one row, and it prefills half as fast with two.
         """
         return max(1, min(limit, self.weight_names.num_parameters // _PARAMETERS_PER_THREAD))
 
