@@ -32,9 +32,6 @@ MAX_WAITING_BYTES = 64 << 20
 
 _WRITE_AT_ONCE_BYTES = 1 << 20
 
-_THREAD_END_S = 1.0
-"""A thread that has answered needs microseconds to end; a bound, as for all that waits."""
-
 
 @dataclass(slots=True)
 class _Flush:
@@ -144,7 +141,7 @@ class FileRecorder:
         await self._request(is_last=False)
 
     async def aclose(self) -> None:
-        """Write everything and end the thread; the loggers begin to end. Idempotent.
+        """Write everything, after which thread and loggers end by themselves. Idempotent.
 
         Raises:
             RecordError: some of it could not be written.
@@ -155,7 +152,6 @@ class FileRecorder:
                 await self._request(is_last=True)
             finally:
                 self._loggers.end()
-            self._thread.join(_THREAD_END_S)  # to answer was the last thing that it had to do
 
     async def aclose_loggers(self) -> None:
         """Wait until the loggers have ended; call after `aclose`. Idempotent.

@@ -98,6 +98,7 @@ async def test_rows_reach_their_files_in_order(folder):
     assert rows(folder, "validations") == [{"step": 1, "score": 0.25}]
     await recorder.aclose()
     await recorder.aclose()
+    recorder._thread.join(10)  # the answer is the last thing that it does, not the end of it
     assert not recorder._thread.is_alive()
 
 
@@ -238,6 +239,7 @@ async def test_a_slow_logger_delays_neither_the_records_nor_their_end(folder, at
         await recorder.flush()
         recorder.metrics({"step": 2})
         await recorder.aclose()
+    recorder._thread.join(10)  # the answer is the last thing that it does, not the end of it
     assert not recorder._thread.is_alive()
     assert [row["step"] for row in rows(folder, "metrics")] == [1, 2]
     with pytest.raises(TimeoutError):
