@@ -1,8 +1,9 @@
 """Whether a run is alive, as far as its folder tells."""
 
-import os
 import socket
 from typing import Literal
+
+import psutil
 
 from freewheel.run_folder import LastStatus, RunFolder
 
@@ -31,17 +32,6 @@ def liveness(folder: RunFolder, last: LastStatus | None, *, now_s: float) -> Liv
         return "dead"
     if last is not None and now_s - last.updated <= SILENT_S:
         return "live"
-    if lock == "free" or (last is not None and is_here and not _is_there(last.pid)):
+    if lock == "free" or (last is not None and is_here and not psutil.pid_exists(last.pid)):
         return "dead"
     return "unknown"
-
-
-def _is_there(pid: int) -> bool:
-    """Whether a process of this number is on this machine."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
