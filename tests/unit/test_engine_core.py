@@ -31,8 +31,15 @@ from tests.unit.engine_models import (
     tokenizer,
 )
 
-PATHS = [*[(name, True) for name in CONFIGS], ("llama_tied", False), ("qwen3", False)]
-BOTH = [("llama_tied", True), ("gpt2", True)]
+COMPILED, PLAIN, GENERIC = {}, {"enforce_eager": True}, {"fast": False}
+PATHS = [
+    *[(name, COMPILED) for name in FAST],
+    *[(name, PLAIN) for name in FAST],
+    *[(name, GENERIC) for name in CONFIGS if name not in FAST],
+    ("llama_tied", GENERIC),
+    ("qwen3", GENERIC),
+]
+ALL = [("llama_tied", COMPILED), ("llama_tied", PLAIN), ("gpt2", GENERIC)]
 FILTERS = [
     {},
     {"temperature": 0.7},
@@ -48,9 +55,9 @@ def _assert_logprobs(model, prompt, generation, sampling):
     np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "fast"), PATHS)
-def test_logprobs_are_those_of_a_forward_pass(name, fast, tmp_path):
-    engine, model = make_engine(name, tmp_path, fast=fast), make_model(name)
+@pytest.mark.parametrize(("name", "path"), PATHS)
+def test_logprobs_are_those_of_a_forward_pass(name, path, tmp_path):
+    engine, model = make_engine(name, tmp_path, **path), make_model(name)
     texts = prompts(6)
     requests = [request(str(i), prompt, seed=i, **FILTERS[i]) for i, prompt in enumerate(texts)]
     results = run(engine, requests)
@@ -67,9 +74,9 @@ def test_the_fast_path_is_taken_where_it_is_right(name, tmp_path):
     assert isinstance(decoder, LlamaDecoder if name in FAST else GenericDecoder)
 
 
-@pytest.mark.parametrize(("name", "fast"), PATHS)
-def test_greedy_equals_generate(name, fast, tmp_path):
-    engine, model = make_engine(name, tmp_path, fast=fast), make_model(name)
+@pytest.mark.parametrize(("name", "path"), PATHS)
+def test_greedy_equals_generate(name, path, tmp_path):
+    engine, model = make_engine(name, tmp_path, **path), make_model(name)
     texts = prompts(5, seed=3)
     results = run(
         engine, [request(str(i), p, temperature=0, max_tokens=20) for i, p in enumerate(texts)]
@@ -81,10 +88,10 @@ def test_greedy_equals_generate(name, fast, tmp_path):
         assert results[str(i)].token_ids.tolist() == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("name", "fast"), BOTH)
-def test_a_seed_gives_the_same_tokens_in_any_batch(name, fast, tmp_path):
+@pytest.mark.parametrize(("name", "path"), ALL)
+def test_a_seed_gives_the_same_tokens_in_any_batch(name, path, tmp_path):
     prompt, others = prompts(1)[0], prompts(9, seed=5)
-    engine = make_engine(name, tmp_path, fast=fast)
+    engine = make_engine(name, tmp_path, **path)
     alone = run(engine, [request("a", prompt, seed=3, max_tokens=30)])["a"]
     crowd = [request(f"o{i}", p, seed=i, top_p=0.9) for i, p in enumerate(others)]
     together = run(engine, [*crowd[:4], request("a", prompt, seed=3, max_tokens=30), *crowd[4:]])
@@ -126,9 +133,9 @@ def test_those_who_find_no_room_beside_their_prompt_keep_their_place(tmp_path):
     assert engine.stats().num_prompt_tokens == 3 + 2 + 3
 
 
-@pytest.mark.parametrize(("name", "fast"), BOTH)
-def test_requests_join_and_leave_at_every_token(name, fast, tmp_path):
-    engine, model = make_engine(name, tmp_path, fast=fast, max_num_seqs=4), make_model(name)
+@pytest.mark.parametrize(("name", "path"), ALL)
+def test_requests_join_and_leave_at_every_token(name, path, tmp_path):
+    engine, model = make_engine(name, tmp_path, **path, max_num_seqs=4), make_model(name)
     texts = prompts(24, seed=8)
     lengths = np.random.default_rng(1).integers(1, 40, size=len(texts)).tolist()
     todo = [
@@ -148,9 +155,9 @@ def test_requests_join_and_leave_at_every_token(name, fast, tmp_path):
         _assert_logprobs(model, prompt, results[str(i)], todo[i].sampling)
 
 
-@pytest.mark.parametrize(("name", "fast"), BOTH)
-def test_long_prompts_are_prefilled_in_pieces_while_others_decode(name, fast, tmp_path):
-    engine = make_engine(name, tmp_path, fast=fast, max_prefill_tokens=5)
+@pytest.mark.parametrize(("name", "path"), ALL)
+def test_long_prompts_are_prefilled_in_pieces_while_others_decode(name, path, tmp_path):
+    engine = make_engine(name, tmp_path, **path, max_prefill_tokens=5)
     model, long = make_model(name), prompts(1)[0] + list(range(3, 43))
     engine.add(request("short", [5, 6], max_tokens=40))
     engine.step()
@@ -165,13 +172,13 @@ def test_long_prompts_are_prefilled_in_pieces_while_others_decode(name, fast, tm
     _assert_logprobs(model, [5, 6], results["short"], SamplingParams(max_tokens=40))
 
 
-@pytest.mark.parametrize(("name", "fast"), BOTH)
-def test_a_full_cache_makes_requests_wait_and_none_fail(name, fast, tmp_path):
-    roomy = make_engine(name, tmp_path, fast=fast)
+@pytest.mark.parametrize(("name", "path"), ALL)
+def test_a_full_cache_makes_requests_wait_and_none_fail(name, path, tmp_path):
+    roomy = make_engine(name, tmp_path, **path)
     cells = 2 * 160 + 20
     cell = roomy._scheduler.limits
     per_cell = (1 << 24) // cell.max_cells
-    engine = make_engine(name, tmp_path, fast=fast, kv_cache_bytes=cells * per_cell + per_cell)
+    engine = make_engine(name, tmp_path, **path, kv_cache_bytes=cells * per_cell + per_cell)
     model, texts = make_model(name), prompts(16, seed=2)
     requests = [request(str(i), p, seed=i, max_tokens=90) for i, p in enumerate(texts)]
     for item in requests:
@@ -253,9 +260,9 @@ def test_stop_ids_and_stop_strings_end_a_request_and_are_kept(tmp_path):
     assert {result.finish_reason for result in results.values()} == {"stop"}
 
 
-@pytest.mark.parametrize(("name", "fast"), BOTH)
-def test_weights_change_between_two_tokens(name, fast, tmp_path):
-    engine = make_engine(name, tmp_path, fast=fast, version=4)
+@pytest.mark.parametrize(("name", "path"), ALL)
+def test_weights_change_between_two_tokens(name, path, tmp_path):
+    engine = make_engine(name, tmp_path, **path, version=4)
     old, new = make_model(name), make_model(name, seed=1)
     texts = prompts(5, seed=6)
     for i, prompt in enumerate(texts):
@@ -276,9 +283,9 @@ def test_weights_change_between_two_tokens(name, fast, tmp_path):
         assert np.abs(before[9:] - after[9:]).max() > 0.1
 
 
-@pytest.mark.parametrize(("name", "fast"), BOTH)
-def test_weights_that_do_not_fit_leave_the_old_ones(name, fast, tmp_path):
-    engine, model = make_engine(name, tmp_path, fast=fast), make_model(name)
+@pytest.mark.parametrize(("name", "path"), ALL)
+def test_weights_that_do_not_fit_leave_the_old_ones(name, path, tmp_path):
+    engine, model = make_engine(name, tmp_path, **path), make_model(name)
     named = list(make_model(name, seed=1).named_parameters())
     first, tensor = named[0]
     bad = {
@@ -300,8 +307,9 @@ def test_tied_weights_may_come_under_either_name(tmp_path):
     model, texts = make_model("llama_tied", seed=1), prompts(1)
     names = dict(model.named_parameters())
     names["lm_head.weight"] = names.pop("model.embed_tokens.weight")
-    for name, fast in (("a", True), ("b", False)):
-        engine = make_engine("llama_tied", tmp_path / name, fast=fast)
+    for name, path in (("a", COMPILED), ("b", GENERIC)):
+        engine = make_engine("llama_tied", tmp_path / name, **path)
+
         engine.update_weights(1, pack_weights(names.items()))
         result = run(engine, [request("a", texts[0])])["a"]
         _assert_logprobs(model, texts[0], result, SamplingParams(max_tokens=12))
@@ -375,14 +383,15 @@ def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
 
 
 @pytest.mark.parametrize("settled_per_step", [1, 1 << 24])
+@pytest.mark.parametrize("path", [COMPILED, PLAIN])
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
 def test_layers_agree_before_and_while_and_after_they_are_packed(
-    name, settled_per_step, tmp_path, monkeypatch
+    name, path, settled_per_step, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("freewheel.engine.linear._PACK_MIN_ELEMENTS", 1)
     # 1: one layer a step, so that requests run over layers of both kinds.
     monkeypatch.setattr("freewheel.engine.torch_engine._SETTLED_PER_STEP", settled_per_step)
-    engine, model = make_engine(name, tmp_path), make_model(name)
+    engine, model = make_engine(name, tmp_path, **path), make_model(name)
     run(engine, [request("x", [5, 6], max_tokens=3)])
     engine.update_weights(1, bundle(make_model(name, seed=1)))
     engine.update_weights(2, bundle(model))
@@ -396,14 +405,17 @@ def test_layers_agree_before_and_while_and_after_they_are_packed(
 
 
 def test_the_engine_keeps_no_view_of_a_bundle_once_it_is_settled(tmp_path, monkeypatch):
-    for name, fast, packs_from in (
-        ("llama_tied", True, 1),
-        ("llama_tied", True, 1 << 30),
-        ("gpt2", True, 1),
+    for number, (name, path, packs_from) in enumerate(
+        [
+            ("llama_tied", COMPILED, 1),
+            ("llama_tied", PLAIN, 1),
+            ("llama_tied", PLAIN, 1 << 30),
+            ("gpt2", GENERIC, 1),
+        ]
     ):
         monkeypatch.setattr("freewheel.engine.linear._PACK_MIN_ELEMENTS", packs_from)
-        folder = tmp_path / f"{name}-{packs_from}"
-        engine, model = make_engine(name, folder, fast=fast), make_model(name)
+        folder = tmp_path / str(number)
+        engine, model = make_engine(name, folder, **path), make_model(name)
         weights = kept(bundle(model))
         engine.update_weights(1, weights)
         while not engine.is_settled:

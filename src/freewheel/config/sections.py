@@ -162,8 +162,9 @@ class RolloutConfig:
     """Share of a GPU's memory that vLLM takes, weights and keys and values together; there
     `kv_cache_bytes` is not used."""
     enforce_eager: bool | None = None
-    """vLLM runs the model as it stands, without compiling it or recording CUDA graphs. Unset: on
-    CPUs, where compiling takes minutes and gains little."""
+    """Run the model by torch's own operations. vLLM then compiles nothing and records no CUDA
+    graphs; unset: on CPUs, where that takes minutes and gains little. The embedded engine then does
+    without its compiled kernels (`docs/engines.md`), which it otherwise has on CPUs."""
     reset_prefix_cache: bool = True
     """With new weights vLLM forgets cached prefixes and computes the keys and values of requests in
     flight anew. False keeps both: a faster sync, and tokens whose distribution no single version

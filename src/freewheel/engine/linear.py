@@ -1,27 +1,46 @@
 """A linear layer whose weights are replaced while it is in use.
 
-On a CPU, oneDNN's prepacked kernels run a large float32 layer 1.3 to 2 times as fast as the plain
-call at 8 to 64 rows (measured: 576 by 49152, 32 rows, 20 against 35 ms); small layers are faster
-plain. Packing takes five times as long as a copy, so it is a step of its own: a layer computes from
-the matrices as they came until it is packed.
+Weights are packed, into the order in which the compiled kernels read them. Where those cannot be
+compiled a large float32 layer is packed for oneDNN's, which run it 1.3 to 2 times as fast as the
+plain call at 8 to 64 rows on a CPU (measured: 576 by 49152, 32 rows, 20 against 35 ms); small
+layers are faster plain. Packing takes longer than a copy, so it is a step of its own: a layer
+computes from the matrices as they came until it is packed.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from freewheel.engine.compiled.kernels import Kernels, Panels
 
 _PACK_MIN_ELEMENTS = 1 << 17
 _PACK_ROWS = 32
 """The batch size oneDNN packs for. Other sizes then run within a few percent of their own best."""
 
 
-class Linear:
-    """`y = x W^T + b`, with W put together from several matrices."""
+class Packable(Protocol):
+    """What `pack` makes faster."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+    def pack(self) -> int:
+        """Bring the weights into the kernels' order; returns how many numbers that were."""
+        ...
+
+
+class Linear:
+    """`y = x W^T + b`, with W put together from several matrices.
+
+    `panels` are its weights as the compiled kernels read them, once it is packed for them.
+    """
+
+    def __init__(
+        self, *, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         self._dtype = dtype
         self._device = device
+        self._kernels = kernels
+        self.panels: Panels | None = None
         self._weight: torch.Tensor | None = None
         self._transposed: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None
@@ -34,24 +53,34 @@ class Linear:
         copies them. The first call allocates.
         """
         self._bias = self._copy(biases, self._bias) if biases else None
-        self._packed = None
+        self._packed = self.panels = None
         self._weight = self._dense(weights) if self.packs(weights) else self._own(weights)
         self._transposed = self._weight.t()
 
-    def unpacked(self) -> Iterator["Linear"]:
+    def unpacked(self) -> Iterator[Packable]:
         """The layers in it that `pack` would make faster."""
         if self._weight is not None and self.packs([self._weight]):
             yield self
 
     def pack(self) -> int:
         """Bring the weights into the kernels' order; returns how many numbers that were."""
-        assert self._weight is not None
-        weight, self._weight, self._transposed = self._weight, None, None
+        weight, bias = self.give_up()
+        if self._kernels is not None:
+            self.panels = self._kernels.pack(weight, bias)
+            return weight.numel()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
         return weight.numel()
 
+    def give_up(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The matrix and bias, of which the matrix is forgotten: whoever takes it packs it."""
+        assert self._weight is not None
+        weight, self._weight, self._transposed = self._weight, None, None
+        return weight, self._bias
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(T, in) to (T, out)."""
+        if self._kernels is not None and self.panels is not None:
+            return self._kernels.apply(self.panels, x)
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         assert self._transposed is not None
@@ -75,6 +104,8 @@ class Linear:
 
     def added_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`base + y`, (T, out), in one call where there is one."""
+        if self._kernels is not None and self.panels is not None:
+            return self._kernels.apply(self.panels, x, base)
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(
                 x, base, self._packed, self._bias, "add"
@@ -86,7 +117,7 @@ class Linear:
 
     def packs(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether matrices, one under the other, would be packed."""
-        return (
+        return self._kernels is not None or (
             self._device.type == "cpu"
             and self._dtype == torch.float32
             and sum(weight.numel() for weight in weights) >= _PACK_MIN_ELEMENTS
@@ -118,18 +149,24 @@ class Linear:
 class GatedLinear:
     """`silu(x G^T) * (x U^T)`, the gated half of an MLP.
 
-    Large matrices are packed apart: the kernels then apply the function and the factor while they
-    write, which saves two passes and, with several threads, two meetings of all threads.
+    The compiled kernels take both matrices at once. For oneDNN's, large ones are packed apart: they
+    then apply the function and the factor while they write, which saves two passes and, with
+    several threads, two meetings of all threads.
     """
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._gate = Linear(dtype=dtype, device=device)
-        self._up = Linear(dtype=dtype, device=device)
+    def __init__(
+        self, *, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        self._gate = Linear(dtype=dtype, device=device, kernels=kernels)
+        self._up = Linear(dtype=dtype, device=device, kernels=kernels)
         self._joint = Linear(dtype=dtype, device=device)
         self._is_split = False
+        self._kernels = kernels
+        self.panels: Panels | None = None
 
     def load(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> None:
         """As `Linear.load`: the gate's and the other matrix, with both biases or none."""
+        self.panels = None
         self._is_split = all(self._gate.packs([weight]) for weight in weights)
         if not self._is_split:
             self._joint.load(weights, biases)
@@ -137,13 +174,26 @@ class GatedLinear:
         self._gate.load(weights[:1], biases[:1])
         self._up.load(weights[1:], biases[1:])
 
-    def unpacked(self) -> Iterator[Linear]:
-        """The layers in it that `Linear.pack` would make faster."""
+    def unpacked(self) -> Iterator[Packable]:
+        """The layers in it that `pack` would make faster."""
+        if self._kernels is not None:
+            yield self
+            return
         for linear in (self._gate, self._up, self._joint):
             yield from linear.unpacked()
 
+    def pack(self) -> int:
+        """Bring both matrices into the compiled kernels' order."""
+        assert self._kernels is not None
+        (gate, gate_bias), (up, up_bias) = self._gate.give_up(), self._up.give_up()
+        biases = [bias for bias in (gate_bias, up_bias) if bias is not None]
+        self.panels = self._kernels.pack_gated(gate, up, biases)
+        return gate.numel() + up.numel()
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(T, in) to (T, out)."""
+        if self._kernels is not None and self.panels is not None:
+            return self._kernels.apply(self.panels, x)
         if self._is_split:
             return self._up.times(self._gate.silu(x), x)
         gate, up = self._joint(x).unflatten(1, (2, -1)).unbind(1)

@@ -3,6 +3,9 @@
 T tokens of all requests together, decoded and prefilled alike, run flat through the linear layers,
 so nothing is padded. H query heads, K key-value heads, D head dimension.
 
+Where there are compiled kernels a step is one call of theirs, from the moment that all weights are
+packed for them; until then, and elsewhere, it is made of torch's operations.
+
 Query and key rows are stored permuted, so that the two numbers that the rotary embedding turns
 stand side by side: one complex product turns them all. Attention scores do not change, since
 queries and keys are permuted alike.
@@ -16,9 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from freewheel.engine.attention import RowAttention
+from freewheel.engine.compiled.kernels import Kernels, Panels
+from freewheel.engine.compiled.step import CompiledStep, LayerWeights, ModelWeights
 from freewheel.engine.decoder import ChunkInput, DecodeInput, HFObject
 from freewheel.engine.kv import LayerShape
-from freewheel.engine.linear import GatedLinear, Linear
+from freewheel.engine.linear import GatedLinear, Linear, Packable
 
 _CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -50,11 +55,11 @@ class _Layer:
     """Weights of one layer."""
 
     def __init__(self, decoder: "LlamaDecoder") -> None:
-        dtype, device = decoder.dtype, decoder.device
-        self.qkv = Linear(dtype=dtype, device=device)
-        self.out = Linear(dtype=dtype, device=device)
-        self.gate_up = GatedLinear(dtype=dtype, device=device)
-        self.down = Linear(dtype=dtype, device=device)
+        dtype, device, kernels = decoder.dtype, decoder.device, decoder.kernels
+        self.qkv = Linear(dtype=dtype, device=device, kernels=kernels)
+        self.out = Linear(dtype=dtype, device=device, kernels=kernels)
+        self.gate_up = GatedLinear(dtype=dtype, device=device, kernels=kernels)
+        self.down = Linear(dtype=dtype, device=device, kernels=kernels)
         self.norm_in = torch.empty(decoder.hidden_size, dtype=dtype, device=device)
         self.norm_mlp = torch.empty(decoder.hidden_size, dtype=dtype, device=device)
         self.norm_q: torch.Tensor | None = None
@@ -65,10 +70,16 @@ class LlamaDecoder:
     """See the module. Weights are copied in by `load_weights`; until then it cannot run."""
 
     def __init__(
-        self, model: HFObject, *, dtype: torch.dtype, device: torch.device, max_length: int
+        self,
+        model: HFObject,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
+        kernels: Kernels | None = None,
     ) -> None:
         config = model.config
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.kernels = dtype, device, kernels
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.num_heads: int = config.num_attention_heads
@@ -98,11 +109,13 @@ class LlamaDecoder:
         self._layers = [_Layer(self) for _ in self.layers]
         self._norm = torch.empty(self.hidden_size, dtype=dtype, device=device)
         self._embed = torch.empty(self.vocab_size, self.hidden_size, dtype=dtype, device=device)
-        self._head = Linear(dtype=dtype, device=device)
-        self._unpacked: deque[Linear] = deque()
+        self._head = Linear(dtype=dtype, device=device, kernels=kernels)
+        self._unpacked: deque[Packable] = deque()
+        self._step: CompiledStep | None = None
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors, under their Hugging Face names; large matrices stay where they are."""
+        self._step = None
         embed = tensors.get("model.embed_tokens.weight")
         head = tensors.get("lm_head.weight", embed)
         embed = head if embed is None else embed
@@ -127,9 +140,13 @@ class LlamaDecoder:
         """Pack layers until they have so many numbers, at least one layer."""
         while self._unpacked and max_elements > 0:
             max_elements -= self._unpacked.popleft().pack()
+        if not self._unpacked and self.kernels is not None and self._step is None:
+            self._step = CompiledStep(self.kernels, self._model_weights())
 
     def forward(self, decode: DecodeInput, chunks: Sequence[ChunkInput]) -> torch.Tensor:
         """Logits of the decoded rows and of the last chunks."""
+        if self._step is not None:
+            return self._step(decode, chunks)
         x_TE = F.embedding(self._token_ids(decode, chunks), self._embed)
         turns = self._rotary.index_select(0, self._positions(decode, chunks)).unsqueeze(1)
         self._attend_rows.begin(decode)
@@ -253,6 +270,32 @@ class LlamaDecoder:
             )
             linear.load(weights, biases)
 
+    def _model_weights(self) -> ModelWeights:
+        return ModelWeights(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self._scale,
+            eps=self._eps,
+            embed=self._embed,
+            norm=self._norm,
+            turns=self._rotary,
+            head=_panels(self._head),
+            layers=[
+                LayerWeights(
+                    qkv=_panels(layer.qkv),
+                    out=_panels(layer.out),
+                    gate_up=_panels(layer.gate_up),
+                    down=_panels(layer.down),
+                    norm_in=layer.norm_in,
+                    norm_mlp=layer.norm_mlp,
+                    norm_q=layer.norm_q,
+                    norm_k=layer.norm_k,
+                )
+                for layer in self._layers
+            ],
+        )
+
     def _paired(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy with the rows of each head permuted as the module says."""
         heads = tensor.unflatten(0, (-1, self.head_dim))[:, self._pairs.to(tensor.device)]
@@ -264,3 +307,9 @@ class LlamaDecoder:
         cos, sin = rotary(torch.zeros(1), torch.arange(max_length).unsqueeze(0))
         half = self.head_dim // 2
         return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(self.device)
+
+
+def _panels(linear: Linear | GatedLinear) -> Panels:
+    """A layer's weights, packed for the compiled kernels."""
+    assert linear.panels is not None
+    return linear.panels

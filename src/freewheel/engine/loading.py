@@ -1,5 +1,6 @@
 """From a model's folder to a decoder without weights, the checks on weights, and the end tokens."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,10 +11,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from freewheel.config.sections import Config, RolloutConfig
+from freewheel.engine.compiled.build import CompileError
+from freewheel.engine.compiled.kernels import Kernels
 from freewheel.engine.decoder import Decoder, HFObject
 from freewheel.engine.generic import GenericDecoder
 from freewheel.engine.llama import LlamaDecoder, is_llama_like
 from freewheel.errors import ConfigError, InvariantError
+
+logger = logging.getLogger(__name__)
 
 _PARAMETERS_PER_THREAD = 4_000_000
 
@@ -133,7 +138,13 @@ def load_model(config: Config, model_path: Path, *, fast: bool = True) -> Loaded
     _check_reach(hf_config, max_length)
     names = WeightNames.of(model)
     if fast and is_llama_like(model):
-        decoder: Decoder = LlamaDecoder(model, dtype=dtype, device=device, max_length=max_length)
+        decoder: Decoder = LlamaDecoder(
+            model,
+            dtype=dtype,
+            device=device,
+            max_length=max_length,
+            kernels=_kernels(config.rollout, dtype, device),
+        )
     else:
         decoder = GenericDecoder(_real_model(hf_config, trust), dtype=dtype, device=device)
     tokenizer = _tokenizer(model_path, trust=trust)
@@ -155,6 +166,17 @@ def _structure(model_path: Path, trust: bool) -> tuple[HFObject, HFObject]:
         raise ConfigError(
             f"model.path: no causal LM can be built from {model_path}: {error}"
         ) from error
+
+
+def _kernels(rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Compiled kernels, where there are any for this device and format and they are wanted."""
+    if device.type != "cpu" or dtype != torch.float32 or rollout.enforce_eager:
+        return None
+    try:
+        return Kernels(rollout.num_threads)
+    except CompileError as error:
+        logger.warning("the engine runs without compiled kernels, which is slower: %s", error)
+        return None
 
 
 def _real_model(hf_config: HFObject, trust: bool) -> HFObject:
