@@ -10,9 +10,17 @@ from tests.e2e.runs import start
 pytestmark = pytest.mark.e2e
 
 
+def _quick(**changes):
+    """One replica more than the one that fails."""
+    changes = quick(**changes)
+    changes["rollout"]["replicas"] = 2
+    changes["async_training"]["concurrent_samples_per_replica"] = 6
+    return changes
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_replica_that_stops_or_dies_is_replaced(tmp_path, number):
-    live = start(tmp_path, quick(trainer={"total_training_steps": 5000}))
+    live = start(tmp_path, _quick(trainer={"total_training_steps": 5000}))
     live.wait_for_event("weights_published", count=4)
     workers(live, "Replica")[0].send_signal(number)
     live.wait_for_event("worker_lost", timeout_s=4 + 2 + LATE_S)
@@ -41,7 +49,7 @@ STOPPED_ENGINES = {
 @pytest.mark.parametrize("engine", STOPPED_ENGINES)
 def test_a_replica_that_answers_and_produces_nothing_is_replaced(tmp_path, faults, engine):
     fault, limit_s = STOPPED_ENGINES[engine]
-    changes = quick(trainer={"total_training_steps": 5000}, health={"sync_timeout_s": 6})
+    changes = _quick(trainer={"total_training_steps": 5000}, health={"sync_timeout_s": 6})
     # A rollout's own deadline must not be what ends the wait.
     changes["rollout"]["timeout_s"] = 60
     live = faults.start(tmp_path, changes, replica=f"faulty_engines:{engine}")
@@ -65,7 +73,7 @@ def test_a_replica_that_answers_and_produces_nothing_is_replaced(tmp_path, fault
 
 
 def test_a_replica_whose_fetch_of_weights_never_returns_is_replaced(tmp_path, faults):
-    changes = quick(trainer={"total_training_steps": 5000}, health={"sync_timeout_s": 4})
+    changes = _quick(trainer={"total_training_steps": 5000}, health={"sync_timeout_s": 4})
     live = faults.start(tmp_path, changes, replica="faulty_engines:NeverLoads")
     live.wait_for_event("worker_lost")
     live.wait_for_event("replica_up", count=3)
@@ -91,7 +99,7 @@ def test_a_replica_whose_fetch_of_weights_never_returns_is_replaced(tmp_path, fa
 
 
 def test_a_rollout_side_that_is_killed_again_and_again_ends_the_run_by_name(tmp_path):
-    changes = quick(trainer={"total_training_steps": 5000}, health={"max_restarts": 3})
+    changes = _quick(trainer={"total_training_steps": 5000}, health={"max_restarts": 3})
     live = start(tmp_path, changes)
     live.wait_for_event("weights_published", count=4)
     for process in workers(live, "Replica", "RolloutWorker"):
