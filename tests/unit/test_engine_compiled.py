@@ -1,7 +1,9 @@
 """The compiled kernels against torch's own operations, on shapes that fit no vector."""
 
 import os
+import platform
 import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,9 +30,27 @@ from tests.unit.engine_models import (
 SIZES = st.integers(1, 70)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return Kernels(num_threads=2)
+@pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64"])
+def kernels(request, tmp_path_factory) -> Kernels:
+    """Of this processor, and with the shorter vectors of older ones."""
+    if request.param == "native":
+        return Kernels(num_threads=2)
+    if platform.machine() != "x86_64" or "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("not a processor that has these vectors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FREEWHEEL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setitem(build._NATIVE, "x86_64", f"-march={request.param}")
+        return Kernels(num_threads=2)
+
+
+def test_vectors_are_as_long_as_the_processor_s(kernels, request):
+    width = kernels.pack(torch.ones(1, 1)).num_weights
+    assert (
+        width
+        in {"native": {8, 16, 32}, "x86-64-v3": {16}, "x86-64": {8}}[
+            request.node.callspec.params["kernels"]
+        ]
+    )
 
 
 def _random(*shape, seed=0):

@@ -164,7 +164,7 @@ class RolloutConfig:
     enforce_eager: bool | None = None
     """Run the model by torch's own operations. vLLM then compiles nothing and records no CUDA
     graphs; unset: on CPUs, where that takes minutes and gains little. The embedded engine then does
-    without its compiled kernels (`docs/engines.md`), which it otherwise has on CPUs."""
+    without its compiled kernels (`docs/engine.md`), which it otherwise has on CPUs."""
     reset_prefix_cache: bool = True
     """With new weights vLLM forgets cached prefixes and computes the keys and values of requests in
     flight anew. False keeps both: a faster sync, and tokens whose distribution no single version
