@@ -8,20 +8,22 @@ the weights are the same bit for bit. A call that loses the trainer again and ag
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from freewheel.config.sections import HealthConfig
+from freewheel.control import trainer_calls as calls
 from freewheel.control.restarts import Restarts
+from freewheel.control.trainer_calls import Call
+from freewheel.control.trainer_journal import TrainJournal
 from freewheel.control.waits import WaitTable, because
 from freewheel.errors import (
     CheckpointError,
     FreewheelError,
     InvariantError,
-    StalledError,
     StartupError,
     TrainerLostError,
     TrainerStateLostError,
@@ -33,8 +35,6 @@ from freewheel.types import Ref, TrainerInfo, TrainRequest, TrainResult, Weights
 
 T = TypeVar("T")
 
-_BYTES_PER_TOKEN = 20
-"""What a token takes in a trajectory: id, log-probability, mask and version."""
 _MAX_OVERDUE = 1
 """So often a trainer that does not answer a call in time is replaced."""
 _MAX_LOSSES = 3
@@ -49,19 +49,6 @@ class OverdueError(Exception):
     def __init__(self, error: FreewheelError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One call, as the wait table and messages name it.
-
-    `overdue` is raised at the limit; without it the caller looks after the limit.
-    """
-
-    waiter: str
-    what: str
-    limit_s: float
-    overdue: FreewheelError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +101,7 @@ class TrainerKeeper:
         self._trainer = make()
         self._replacing = asyncio.Lock()
         self.saving = asyncio.Lock()
-        self._journal: deque[TrainRequest] = deque()
-        self._journal_bytes = 0
-        self._journal_from = 0
+        self._journal = TrainJournal(health.trainer_replay_bytes)
         self._saved_step = 0
         self._saved_folder: Path | None = None
         self._num_lost: Counter[str] = Counter()
@@ -153,29 +138,31 @@ class TrainerKeeper:
                 self._restarts.spend("trainer", lost)
                 self._trainer = self._make()
         self._saved_folder, self._saved_step = checkpoint, info.step
-        self._step = self._journal_from = info.step
+        self._step = info.step
+        self._journal.begin(info.step)
         self._is_needed = True
 
     async def train_step(self, request: TrainRequest) -> TrainResult:
         """Train on whole groups, and remember them until a checkpoint holds what they taught."""
-        call = self._training(request.step, "train")
+        call = calls.training(request.step, waiter="train", health=self._health)
         result = await self._answer(call, lambda trainer: trainer.train_step(request))
         self._step = request.step
-        self._remember(request)
+        self._journal.add(request)
         return result
 
     async def publish(self, version: int) -> Weights:
         """Copy the current weights to where replicas can fetch them."""
         step = self._step
         weights = await self._answer(
-            self._publication(version, "train"), lambda t: t.publish(version)
+            calls.publication(version, waiter="train", health=self._health),
+            lambda t: t.publish(version),
         )
         self._note_publication(version, step)
         return weights
 
     async def publish_restored(self, version: int) -> Weights:
         """Publish again a version that the checkpoint carries beside the trainer's weights."""
-        call = self._publication(version, "train")
+        call = calls.publication(version, waiter="train", health=self._health)
         weights = await self._answer(call, lambda t: t.publish_restored(version))
         self._note_publication(version, _RESTORED)
         self._carried.setdefault(self._saved_step, set()).add(version)
@@ -188,7 +175,10 @@ class TrainerKeeper:
             step: which the trainer is at.
             held: the published versions that are to be written with it.
         """
-        await self._answer(self._copying(step, "train"), lambda trainer: trainer.copy_state(step))
+        await self._answer(
+            calls.copying(step, waiter="train", health=self._health),
+            lambda trainer: trainer.copy_state(step),
+        )
         self._copies[step] = set(held)
 
     async def write_state(
@@ -216,9 +206,7 @@ class TrainerKeeper:
             self._copies[step] = self._carried[step] = {weights.version for weights in held}
             return trainer.write_state(step, folder, trajectories, held)
 
-        limit_s = self._health.checkpoint_timeout_s
-        call = _Call(waiter="checkpoint", what=f"write of step {step}", limit_s=limit_s)
-        await self._answer(call, write)
+        await self._answer(calls.writing(step, health=self._health), write)
         del self._copies[step]
 
     async def load_trajectories(self, folder: Path, group_ids: Sequence[int]) -> list[Ref]:
@@ -229,15 +217,14 @@ class TrainerKeeper:
 
         # The limit is never reached: the references are there at once.
         limit_s = self._health.startup_timeout_s
-        call = _Call(waiter="train", what="trajectories of the checkpoint", limit_s=limit_s)
+        call = Call(waiter="train", what="trajectories of the checkpoint", limit_s=limit_s)
         return await self._answer(call, load)
 
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint is whole: a lost trainer starts from it. Called under `saving`."""
         self._saved_step, self._saved_folder = step, folder
         self._carried = {s: held for s, held in self._carried.items() if s >= step}
-        while self._journal and self._journal[0].step <= step:
-            self._forget_oldest()
+        self._journal.forget(step)
 
     async def renew(self, version: int, lost: WeightsLostError, *, waiter: str) -> None:
         """Publish a version again, if that is possible. What it had published went down, so it did.
@@ -280,37 +267,7 @@ class TrainerKeeper:
 
     # -- calls --------------------------------------------------------------------------------
 
-    def _training(self, step: int, waiter: str) -> _Call:
-        limit_s = self._health.train_step_timeout_s
-        text = f"step {step} not done within {limit_s:g} s (health.train_step_timeout_s)"
-        return _Call(
-            waiter=waiter,
-            what=f"step {step}",
-            limit_s=limit_s,
-            overdue=StalledError(f"trainer: {text}"),
-        )
-
-    def _publication(self, version: int, waiter: str) -> _Call:
-        limit_s = self._health.sync_timeout_s
-        text = f"version {version} not published within {limit_s:g} s (health.sync_timeout_s)"
-        return _Call(
-            waiter=waiter,
-            what=f"publication of version {version}",
-            limit_s=limit_s,
-            overdue=StalledError(f"trainer: {text}"),
-        )
-
-    def _copying(self, step: int, waiter: str) -> _Call:
-        limit_s = self._health.checkpoint_timeout_s
-        text = f"checkpoint of step {step}: not copied within {limit_s:g} s"
-        return _Call(
-            waiter=waiter,
-            what="checkpoint copy",
-            limit_s=limit_s,
-            overdue=CheckpointError(f"{text} (health.checkpoint_timeout_s)"),
-        )
-
-    async def _answer(self, call: _Call, ask: Callable[[Trainer], Awaitable[T]]) -> T:
+    async def _answer(self, call: Call, ask: Callable[[Trainer], Awaitable[T]]) -> T:
         """The answer to a call, from another trainer if the first is lost over it, or overdue."""
         num_overdue = 0
         while True:
@@ -325,7 +282,7 @@ class TrainerKeeper:
             except TrainerLostError as error:
                 await self._replace(trainer, error, call.waiter)
 
-    async def _current(self, call: _Call) -> Trainer:
+    async def _current(self, call: Call) -> Trainer:
         """The trainer, after the end of a replacement that is under way."""
         if self._replacing.locked():
             await self._replacement(call.waiter)
@@ -336,9 +293,7 @@ class TrainerKeeper:
             async with self._replacing:
                 pass
 
-    async def _ask(
-        self, call: _Call, ask: Callable[[Trainer], Awaitable[T]], trainer: Trainer
-    ) -> T:
+    async def _ask(self, call: Call, ask: Callable[[Trainer], Awaitable[T]], trainer: Trainer) -> T:
         waiter, what, limit_s, overdue = call.waiter, call.what, call.limit_s, call.overdue
         held_by = ("trainer",)
         if overdue is None:
@@ -421,7 +376,7 @@ class TrainerKeeper:
                 return
 
     def _check_replayable(self, cause: TrainerLostError) -> None:
-        if self._saved_step < self._journal_from:
+        if self._saved_step < self._journal.begins_after:
             raise TrainerStateLostError(
                 f"{cause}; it cannot be brought back: what was trained since the checkpoint of "
                 f"step {self._saved_step} is more than health.trainer_replay_bytes="
@@ -441,7 +396,7 @@ class TrainerKeeper:
             if version in carried:
                 await self._republish(version, publication, waiter, restored=True)
         await self._catch_up(self._saved_step, waiter)
-        for request in list(self._journal):
+        for request in self._journal:
             await self._replay(request, waiter)
             await self._catch_up(request.step, waiter)
         self._recorder.event(
@@ -470,7 +425,7 @@ class TrainerKeeper:
         return info
 
     async def _replay(self, request: TrainRequest, waiter: str) -> None:
-        call = self._training(request.step, waiter)
+        call = calls.training(request.step, waiter=waiter, health=self._health)
         try:
             await self._ask(call, lambda trainer: trainer.train_step(request), self._trainer)
         except TrajectoriesLostError as error:
@@ -483,7 +438,9 @@ class TrainerKeeper:
         """Do again what followed a step: the copy that is to be written, the publications."""
         if step in self._copies:
             await self._ask(
-                self._copying(step, waiter), lambda t: t.copy_state(step), self._trainer
+                calls.copying(step, waiter=waiter, health=self._health),
+                lambda t: t.copy_state(step),
+                self._trainer,
             )
         for version, publication in self._wanted().items():
             if publication.step == step:
@@ -492,23 +449,10 @@ class TrainerKeeper:
     async def _republish(
         self, version: int, publication: _Publication, waiter: str, *, restored: bool
     ) -> None:
-        call = self._publication(version, waiter)
+        call = calls.publication(version, waiter=waiter, health=self._health)
         if restored:
             weights = await self._ask(call, lambda t: t.publish_restored(version), self._trainer)
         else:
             weights = await self._ask(call, lambda t: t.publish(version), self._trainer)
         self._published[version] = replace(publication, trainer=self._trainer)
         self._on_republished(weights)
-
-    # -- journal ------------------------------------------------------------------------------
-
-    def _remember(self, request: TrainRequest) -> None:
-        self._journal.append(request)
-        self._journal_bytes += request.num_tokens * _BYTES_PER_TOKEN
-        while self._journal_bytes > self._health.trainer_replay_bytes:
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        oldest = self._journal.popleft()
-        self._journal_bytes -= oldest.num_tokens * _BYTES_PER_TOKEN
-        self._journal_from = oldest.step
