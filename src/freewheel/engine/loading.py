@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from freewheel.config.sections import Config, RolloutConfig
 from freewheel.engine.compiled.build import CompileError
@@ -17,6 +17,7 @@ from freewheel.engine.decoder import Decoder, HFObject
 from freewheel.engine.generic import GenericDecoder
 from freewheel.engine.llama import LlamaDecoder, is_llama_like
 from freewheel.errors import ConfigError, InvariantError
+from freewheel.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ def _tokenizer(model_path: Path, *, trust: bool) -> HFObject | None:
         (model_path / name).exists() for name in ("tokenizer_config.json", "tokenizer.json")
     ):
         return None
-    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
+    return load_tokenizer(model_path, trust_remote_code=trust)
 
 
 def _eos_token_ids(

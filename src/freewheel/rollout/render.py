@@ -4,16 +4,16 @@ The renderer is synchronous and not thread-safe; the worker gives it one thread 
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from transformers import AutoTokenizer
 
 from freewheel.config.sections import Config
 from freewheel.data.dataset import PromptDataset
 from freewheel.data.records import Message, PromptRecord
 from freewheel.errors import ConfigError, DataError, FailureClass, RolloutError
+from freewheel.tokenizer import Tokenizer, load_tokenizer
 from freewheel.types import PromptInfo
 from freewheel.unicode_text import well_formed
 
@@ -186,11 +186,9 @@ def _as_messages(prompt: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _load_tokenizer(model_path: Path, trust_remote_code: bool) -> Any:  # untyped
+def _load_tokenizer(model_path: Path, trust_remote_code: bool) -> Tokenizer:
     try:
-        return AutoTokenizer.from_pretrained(
-            str(model_path), trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        return load_tokenizer(model_path, trust_remote_code=trust_remote_code)
     except Exception as error:  # boundary: transformers raises what it likes
         raise ConfigError(
             f"model.path: no tokenizer could be loaded from {model_path}: "
