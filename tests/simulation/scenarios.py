@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from freewheel.control.ledger import Group
 from freewheel.simulation.fakes import FakeBackend
 from freewheel.simulation.run import SimRun, simulate
 from freewheel.simulation.settings import Faults, Lengths, SimSettings
+from freewheel.types import Weights
 
 FIELD_MODES: dict[str, dict[str, Any]] = {
     "on_policy": {"trigger_parameter_sync_step": 1, "staleness_threshold": 0.0},
@@ -237,6 +238,24 @@ def check_checkpoints(config: Config, run: SimRun) -> None:
     steps = run.end.summary["steps"]
     due = {steps, *range(config.trainer.save_freq, steps + 1, config.trainer.save_freq)}
     assert set(run.end.summary["checkpoints"]) == due
+
+
+def before_updates(backend: FakeBackend, before: Callable[[int, Weights], Awaitable[None]]) -> None:
+    """Await `before(replica_id, weights)` in front of each replica's updates; it may raise."""
+    make = backend.replica
+
+    def replica(replica_id: int) -> Any:
+        fake = make(replica_id)
+        update = fake.update_weights
+
+        async def update_weights(weights: Weights) -> None:
+            await before(replica_id, weights)
+            await update(weights)
+
+        fake.update_weights = update_weights
+        return fake
+
+    backend.replica = replica
 
 
 def trials_that_hang(prompt_index: int) -> Callable[[Controller, FakeBackend], None]:

@@ -14,7 +14,7 @@ from freewheel.errors import (
 )
 from freewheel.simulation.run import simulate
 from freewheel.simulation.settings import SimSettings
-from tests.simulation.scenarios import check_samples, small_config
+from tests.simulation.scenarios import before_updates, check_samples, small_config
 from tests.simulation.test_trainer_replacement import Trainers, num_events, patient
 
 
@@ -83,24 +83,14 @@ def test_weights_that_were_published_again_meanwhile_end_no_validation():
     """Two replicas fail to fetch one publication; the second finds it out later."""
     failures = []
 
-    def act(controller, backend):
-        make = backend.replica
+    def act(_controller, backend):
+        async def fail_twice(replica_id, weights):
+            if weights.version == 2 and len(failures) < 2:
+                failures.append(replica_id)
+                await asyncio.sleep(12.0 * (len(failures) - 1))
+                raise WeightsLostError("gone")
 
-        def replica(replica_id):
-            fake = make(replica_id)
-            update = fake.update_weights
-
-            async def update_weights(weights):
-                if weights.version == 2 and len(failures) < 2:
-                    failures.append(replica_id)
-                    await asyncio.sleep(12.0 * (len(failures) - 1))
-                    raise WeightsLostError("gone")
-                await update(weights)
-
-            fake.update_weights = update_weights
-            return fake
-
-        backend.replica = replica
+        before_updates(backend, fail_twice)
 
     config = patient(small_config(test_freq=2, total_training_steps=8))
     config = replace(config, async_training=replace(config.async_training, max_staleness=4))
@@ -116,23 +106,12 @@ def test_a_version_that_is_nowhere_is_not_asked_for_again_and_again(mode):
     asked = []
 
     def act(controller, backend):
-        make = backend.replica
+        async def refuse_old(replica_id, weights):
+            if controller.roles.store.latest is not weights and weights.version > 0:
+                asked.append(replica_id)
+                raise WeightsLostError("gone")
 
-        def replica(replica_id):
-            fake = make(replica_id)
-            update = fake.update_weights
-
-            async def update_weights(weights):
-                is_old = controller.roles.store.latest is not weights
-                if is_old and weights.version > 0:
-                    asked.append(replica_id)
-                    raise WeightsLostError("gone")
-                await update(weights)
-
-            fake.update_weights = update_weights
-            return fake
-
-        backend.replica = replica
+        before_updates(backend, refuse_old)
 
     config = patient(small_config("async_partial", mode, test_freq=2))
     run = simulate(config, SimSettings(seed=4, train_step_s=0.5), act=act)
@@ -173,26 +152,16 @@ def loads_fail(version, *, after_s, again_s):
     first = []
 
     def act(_controller, backend):
-        make = backend.replica
+        async def lose_the_first(_replica_id, weights):
+            if weights.version == version and not first:
+                first.append(weights)
+            if first and weights is first[0]:
+                await asyncio.sleep(after_s)
+                raise WeightsLostError("node lost")
+            if weights.version == version:
+                await asyncio.sleep(again_s)
 
-        def replica(replica_id):
-            fake = make(replica_id)
-            update = fake.update_weights
-
-            async def update_weights(weights):
-                if weights.version == version and not first:
-                    first.append(weights)
-                if first and weights is first[0]:
-                    await asyncio.sleep(after_s)
-                    raise WeightsLostError("node lost")
-                if weights.version == version:
-                    await asyncio.sleep(again_s)
-                await update(weights)
-
-            fake.update_weights = update_weights
-            return fake
-
-        backend.replica = replica
+        before_updates(backend, lose_the_first)
 
     return act
 

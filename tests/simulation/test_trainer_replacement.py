@@ -13,6 +13,7 @@ from freewheel.simulation.settings import SimSettings
 from tests.simulation.scenarios import (
     FIELD_MODES,
     VALIDATION_MODES,
+    before_updates,
     random_config,
     random_settings,
     run_and_check,
@@ -231,27 +232,15 @@ def test_lost_trajectories_are_generated_again(mode, seed):
 def test_lost_weights_are_published_again_or_their_validation_ends(mode, seed):
     rng = random.Random(f"weights-{mode}-{seed}")
     config = patient(random_config(rng, mode, "parallel"))
-    refused = set()
+    refused = {}
 
-    def act(controller, backend):
-        make = backend.replica
+    def act(_controller, backend):
+        async def refuse(_replica_id, weights):
+            if id(weights) in refused or rng.random() < 0.1:
+                refused[id(weights)] = weights  # kept: no other one may get its id
+                raise WeightsLostError(f"version {weights.version} is gone")
 
-        def replica(replica_id):
-            fake = make(replica_id)
-            update = fake.update_weights
-
-            async def update_weights(weights):
-                if id(weights) in refused or rng.random() < 0.1:
-                    refused.add(id(weights))
-                    kept.append(weights)
-                    raise WeightsLostError(f"version {weights.version} is gone")
-                await update(weights)
-
-            fake.update_weights = update_weights
-            return fake
-
-        kept = []
-        backend.replica = replica
+        before_updates(backend, refuse)
 
     run = run_and_check(config, random_settings(rng, seed, faults=False), act=act)
     gone = {row["version"] for row in run.recorder.rows("events") if row["event"] == "weights_lost"}
