@@ -164,6 +164,23 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path, monkeypatc
     assert not list((tmp_path / "cache" / "kernels").iterdir())
 
 
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FREEWHEEL_CACHE", str(tmp_path / "cache"))
+    made = library()
+    made.write_bytes(b"")
+    assert load_model(config(), save("llama_tied", tmp_path)).decoder.kernels is None
+    assert f"{made} cannot be loaded" in caplog.text
+
+
+def test_without_any_place_to_keep_them_there_are_none(tmp_path, monkeypatch, caplog):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build, "cache_folder", homeless)
+    assert load_model(config(), save("llama_tied", tmp_path)).decoder.kernels is None
+    assert "FREEWHEEL_CACHE" in caplog.text
+
+
 def test_kernels_are_left_out_on_request(tmp_path):
     decoder = load_model(config(enforce_eager=True), save("llama_tied", tmp_path)).decoder
     assert decoder.kernels is None

@@ -24,7 +24,7 @@ _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu
 
 
 class CompileError(Exception):
-    """The kernels cannot be compiled here; the message says why."""
+    """There are no kernels here; the message says why."""
 
 
 def library() -> Path:
@@ -34,7 +34,7 @@ def library() -> Path:
         CompileError: no compiler is found ($CXX, else c++, g++ or clang++), or it fails.
     """
     command = [_compiler(), *_FLAGS, *_native_flag()]
-    target = cache_folder() / "kernels" / f"kernels-{_fingerprint(command)}.so"
+    target = _cache() / f"kernels-{_fingerprint(command)}.so"
     if target.is_file():
         return target
     try:
@@ -46,6 +46,13 @@ def library() -> Path:
     except OSError as error:
         raise CompileError(f"{target} cannot be written: {error}") from error
     return target
+
+
+def _cache() -> Path:
+    try:
+        return cache_folder() / "kernels"
+    except RuntimeError as error:  # there is no home folder
+        raise CompileError(f"no cache folder: {error} (set $FREEWHEEL_CACHE)") from error
 
 
 def _compiler() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from freewheel.engine.compiled.build import library
+from freewheel.engine.compiled.build import CompileError, library
 
 _MIN_OPERATIONS = 20_000_000
 """Multiplications and additions below which a second thread costs more than it gains."""
@@ -53,11 +53,15 @@ class Kernels:
         path: the library; unset: the one for this processor, compiled if need be.
 
     Raises:
-        CompileError: it cannot be compiled.
+        CompileError: it cannot be compiled, or not be loaded.
     """
 
     def __init__(self, num_threads: int, path: Path | None = None) -> None:
-        self.lib: Any = ctypes.CDLL(str(path or library()))  # its functions have no types
+        path = path or library()
+        try:
+            self.lib: Any = ctypes.CDLL(str(path))  # its functions have no types
+        except OSError as error:
+            raise CompileError(f"{path} cannot be loaded: {error}") from error
         self._num_threads = num_threads
         self._width: int = self.lib.fw_panel_width()
 
