@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from freewheel.engine.loading import WeightNames
+from freewheel.engine.facts import WeightNames
 from freewheel.errors import CheckpointError
 from freewheel.models import INDEX_FILE
 from freewheel.trainer.state import load_model, named_weights

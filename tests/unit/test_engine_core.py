@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from freewheel.engine.facts import WeightNames
 from freewheel.engine.generic import GenericDecoder
 from freewheel.engine.llama import LlamaDecoder
-from freewheel.engine.loading import WeightNames, load_model
+from freewheel.engine.loading import load_model
 from freewheel.engine.torch_engine import TorchEngine
 from freewheel.errors import ConfigError, FailureClass, InvariantError, RolloutError
 from freewheel.types import SamplingParams

@@ -13,7 +13,6 @@ queries and keys are permuted alike.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,34 +20,10 @@ import torch.nn.functional as F
 from freewheel.engine.attention import RowAttention
 from freewheel.engine.compiled.kernels import Kernels, Panels
 from freewheel.engine.compiled.step import CompiledStep, LayerWeights, ModelWeights
-from freewheel.engine.decoder import ChunkInput, DecodeInput, HFObject
+from freewheel.engine.decoder import ChunkInput, DecodeInput
+from freewheel.engine.facts import LlamaShape
 from freewheel.engine.kv import LayerShape
 from freewheel.engine.linear import GatedLinear, Linear, Packable
-
-_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that do not depend on the length of the sequence."""
-
-
-def is_llama_like(model: HFObject) -> bool:
-    """Whether this model computes exactly what `LlamaDecoder` does."""
-    config = model.config
-    rope: dict[str, Any] = (
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
-    kinds: list[str] = getattr(config, "layer_types", None) or []
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(
-        config, "use_sliding_window", True
-    )
-    return bool(
-        type(model).__name__ in _CLASSES
-        and type(model).__module__.startswith("transformers.models.")
-        and config.hidden_act == "silu"
-        and set(kinds) <= {"full_attention"}
-        and not windowed
-        and rope.get("rope_type", rope.get("type", "default")) in _ROPE_TYPES
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-    )
 
 
 class _Layer:
@@ -71,31 +46,29 @@ class LlamaDecoder:
 
     def __init__(
         self,
-        model: HFObject,
+        shape: LlamaShape,
         *,
         dtype: torch.dtype,
         device: torch.device,
         max_length: int,
         kernels: Kernels | None = None,
     ) -> None:
-        config = model.config
         self.dtype, self.device, self.kernels = dtype, device, kernels
-        self.vocab_size: int = config.vocab_size
-        self.hidden_size: int = config.hidden_size
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads or self.num_heads
-        attention = model.model.layers[0].self_attn
-        self.head_dim: int = attention.head_dim
-        self._scale: float = attention.scaling
-        self._eps: float = config.rms_norm_eps
+        self.vocab_size = shape.vocab_size
+        self.hidden_size = shape.hidden_size
+        self.num_heads = shape.num_heads
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self._scale = shape.attention_scale
+        self._eps = shape.norm_eps
         self._mean: torch.Tensor | None = None
         if device.type == "cpu" and dtype == torch.float32:
             self._mean = torch.full((self.hidden_size, 1), 1 / self.hidden_size)
         self._eps_11 = torch.full((1, 1), self._eps)
-        shape = LayerShape(
+        layer = LayerShape(
             num_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim
         )
-        self.layers = (shape,) * config.num_hidden_layers
+        self.layers = (layer,) * shape.num_layers
         self._attend_rows = RowAttention(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -104,7 +77,7 @@ class LlamaDecoder:
             dtype=dtype,
             device=device,
         )
-        self._rotary = self._rotary_table(model, max_length)
+        self._rotary = shape.rotary_table(max_length).to(device)
         self._pairs = torch.arange(self.head_dim).view(2, -1).T.reshape(-1)
         self._layers = [_Layer(self) for _ in self.layers]
         self._norm = torch.empty(self.hidden_size, dtype=dtype, device=device)
@@ -300,13 +273,6 @@ class LlamaDecoder:
         """A copy with the rows of each head permuted as the module says."""
         heads = tensor.unflatten(0, (-1, self.head_dim))[:, self._pairs.to(tensor.device)]
         return heads.flatten(0, 1).to(dtype=self.dtype, device=self.device)
-
-    def _rotary_table(self, model: HFObject, max_length: int) -> torch.Tensor:
-        """complex64 (max_length, D / 2), from the model's own rotary embedding."""
-        rotary = type(model.model.rotary_emb)(config=model.config)
-        cos, sin = rotary(torch.zeros(1), torch.arange(max_length).unsqueeze(0))
-        half = self.head_dim // 2
-        return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(self.device)
 
 
 def _panels(linear: Linear | GatedLinear) -> Panels:

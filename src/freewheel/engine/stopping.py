@@ -1,5 +1,8 @@
 """When a request has ended: end tokens, stop strings, its limit of tokens."""
 
+from collections.abc import Callable
+from functools import cached_property
+
 from freewheel.engine.decoder import HFObject
 from freewheel.engine.request import FinishReason, Request
 
@@ -13,17 +16,28 @@ class Stopper:
 
     Args:
         eos_token_ids: end every request.
-        tokenizer: needed for stop strings only.
+        load_tokenizer: called at the first stop string; None: there is no tokenizer.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int], tokenizer: HFObject | None) -> None:
+    def __init__(
+        self, eos_token_ids: frozenset[int], load_tokenizer: Callable[[], HFObject] | None
+    ) -> None:
         self._eos_token_ids = eos_token_ids
-        self._tokenizer = tokenizer
+        self._load_tokenizer = load_tokenizer
 
     @property
     def can_detect_strings(self) -> bool:
         """Whether there is a tokenizer to see text with."""
-        return self._tokenizer is not None
+        return self._load_tokenizer is not None
+
+    @cached_property
+    def _tokenizer(self) -> HFObject:
+        assert self._load_tokenizer is not None
+        return self._load_tokenizer()
+
+    def prepare(self) -> None:
+        """Load the tokenizer now, before any request needs it."""
+        _ = self._tokenizer
 
     def finish_reason(self, request: Request) -> FinishReason | None:
         """Why the request ends with its newest token; None if it goes on."""
@@ -42,7 +56,6 @@ class Stopper:
         A string that ends with the newest token spans at most as many tokens as it has bytes, so
         that decoding a window of constant size is enough.
         """
-        assert self._tokenizer is not None
         stops = request.sampling.stop
         window = max(len(stop.encode()) for stop in stops) + _SPARE_TOKENS
         text: str = self._tokenizer.decode(

@@ -54,7 +54,9 @@ class TorchEngine:
         self._rollout = config.rollout
         self._model = model
         self._decoder = model.decoder
-        self._stopper = Stopper(model.eos_token_ids, model.tokenizer)
+        self._stopper = Stopper(model.eos_token_ids, model.load_tokenizer)
+        if config.rollout.stop and self._stopper.can_detect_strings:
+            self._stopper.prepare()
         device = self._decoder.device
         self._scheduler = Scheduler(
             limits=self._limits(max_prefill_tokens or _MAX_PREFILL_TOKENS[device.type])

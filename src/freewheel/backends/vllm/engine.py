@@ -18,7 +18,8 @@ from freewheel.backends.vllm.settings import INSTALL, engine_arguments, environm
 from freewheel.backends.vllm.translate import generation, sampling_arguments
 from freewheel.config.sections import Config
 from freewheel.engine.admission import check_request
-from freewheel.engine.loading import ModelFacts, read_facts
+from freewheel.engine.facts import ModelFacts
+from freewheel.engine.loading import read_facts
 from freewheel.errors import (
     ConfigError,
     FailureClass,
