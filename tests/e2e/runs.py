@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
     },
     "model": {"path": str(ROOT / "recipes/tiny")},
     "rollout": {
-        "replicas": 2,
+        "replicas": 1,
         "n": 4,
         "max_prompt_length": 16,
         "max_response_length": 24,

@@ -38,6 +38,7 @@ def test_killed_while_a_checkpoint_is_written_then_resumed_then_resumed_from_an_
             "val_at_end": False,
         },
         "data": {"train_max_samples": 32},
+        "rollout": {"replicas": 2},
         "checkpoint": {"keep": 9},
     }
     live = start(tmp_path, changes, python_path=USER_CODE, module="crashing_checkpoint")

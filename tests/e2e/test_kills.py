@@ -18,7 +18,7 @@ PROMPTS, EPOCHS, GROUP_SIZE = 40, 2, 4
 USER_CODE = ROOT / "tests/e2e/user_code"
 CHANGES = {
     "data": {"train_max_samples": PROMPTS},
-    "rollout": {"reward": "slow_reward:score", "n": GROUP_SIZE},
+    "rollout": {"reward": "slow_reward:score", "n": GROUP_SIZE, "replicas": 2},
     "actor": {"ppo_mini_batch_size": 2},
     "trainer": {
         "total_training_steps": None,

@@ -54,6 +54,7 @@ def test_a_lost_node_is_survived(tmp_path, cluster, lost_role):
         tmp_path,
         {
             "trainer": {"total_training_steps": STEPS, "save_freq": 10, "test_freq": 20},
+            "rollout": {"replicas": 2},
             "ray": {"address": cluster.address, **SIZES},
             "health": {"sync_timeout_s": 30, "replica_stall_s": 20, "startup_timeout_s": 200},
         },

@@ -13,6 +13,9 @@ from tests.e2e.runs import ROOT, Finished, freewheel, resume, start
 
 pytestmark = pytest.mark.e2e
 
+TWO = {"replicas": 2}
+"""Rollouts go on under new weights on one replica while a validation pins the other."""
+
 SUMMARY_KEYS = {
     "status",
     "exit_code",
@@ -46,7 +49,7 @@ def check_validations(run: Finished) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Finished:
-    live = start(tmp_path_factory.mktemp("run"))
+    live = start(tmp_path_factory.mktemp("run"), {"rollout": TWO})
     finished = live.finish()
     assert finished.code == 0, finished.err
     assert live.left_over() == []
@@ -124,7 +127,7 @@ def test_status_tells_of_a_finished_run(run):
 
 def test_a_trial_that_never_returns_costs_neither_checkpoint_nor_run(tmp_path):
     changes = {
-        "rollout": {"environment": "hanging_environment:HangsInValidation"},
+        "rollout": {"environment": "hanging_environment:HangsInValidation", **TWO},
         "validation": {"trial_timeout_s": 8, "n": 1},
         "trainer": {"val_before_train": False, "test_freq": 4, "total_training_steps": 8},
     }
@@ -173,7 +176,7 @@ def test_stopped_by_sigint_and_resumed_to_the_end(tmp_path):
 
 def test_a_validation_goes_on_over_a_resume_under_its_version(tmp_path):
     changes = {
-        "rollout": {"environment": "hanging_environment:HangsInValidation"},
+        "rollout": {"environment": "hanging_environment:HangsInValidation", **TWO},
         "validation": {"trial_timeout_s": 50, "n": 1},
         "trainer": {"test_freq": 0, "total_training_steps": 14, "save_freq": 100},
     }
@@ -199,31 +202,57 @@ def test_a_validation_goes_on_over_a_resume_under_its_version(tmp_path):
     check_validations(done)
 
 
-def test_strict_on_policy_is_on_policy(tmp_path):
+@pytest.fixture(scope="module")
+def on_policy(tmp_path_factory) -> Finished:
+    """Two epochs of 13 prompts, one of them too long, without any staleness."""
+    folder = tmp_path_factory.mktemp("on_policy")
+    lines = (ROOT / "recipes/data/train.jsonl").read_text().splitlines()[:13]
+    lines[5] = json.dumps({"prompt": "1+" * 20 + "1=", "ground_truth": "21"})
+    data = folder / "train.jsonl"
+    data.write_text("\n".join(lines) + "\n")
     changes = {
+        "data": {"train_files": str(data)},
         "async_training": {"staleness_threshold": 0, "trigger_parameter_sync_step": 1},
-        "trainer": {"total_training_steps": 5, "val_before_train": False, "test_freq": 0},
+        "trainer": {
+            "total_training_steps": None,
+            "total_epochs": 2,
+            "val_before_train": False,
+            "val_at_end": False,
+            "test_freq": 0,
+        },
     }
-    finished = start(tmp_path, changes).finish()
+    live = start(folder, changes)
+    finished = live.finish()
     assert finished.code == 0, finished.err
+    assert live.left_over() == []
     assert audit(finished.folder) == []
-    for row in finished.rows("metrics"):
+    return finished
+
+
+def test_strict_on_policy_is_on_policy(on_policy):
+    for row in on_policy.rows("metrics"):
         assert row["training/rollout_probs_diff_max"] < 1e-3
-    versions = {row["step"]: row["policy_version"] for row in finished.rows("metrics")}
-    assert versions == {step: step - 1 for step in range(1, 6)}
-    for row in finished.rows("samples"):
+    versions = {row["step"]: row["policy_version"] for row in on_policy.rows("metrics")}
+    assert versions == {step: step - 1 for step in range(1, 7)}
+    trained = [row for row in on_policy.rows("samples") if row["status"] == "trained"]
+    assert len(trained) == 2 * 12 * 4
+    for row in trained:
         assert [v for v, _ in row["version_spans"]] == [versions[row["trained_step"]]]
 
 
-def test_sigterm_ends_with_its_own_code(tmp_path):
-    live = start(tmp_path, {"trainer": {"total_training_steps": 500}})
-    live.wait_for_event("weights_published", count=3)
-    live.send(signal.SIGTERM)
-    finished = live.finish(timeout_s=40)
-    assert finished.code == 143, finished.err
-    assert finished.summary["status"] == "stopped"
-    assert finished.summary["checkpoints"]
-    assert audit(finished.folder) == []
+def test_an_over_long_prompt_is_skipped_by_name_and_never_tried(on_policy):
+    (event,) = on_policy.events("prompt_dropped")
+    assert (event["prompt_index"], event["failure"]) == (5, "over_long_prompt")
+    # Its file and row, its length, and the limit.
+    for part in ("train.jsonl line 6", "42 tokens", "rollout.max_prompt_length is 16"):
+        assert part in event["message"]
+    rows = [row for row in on_policy.rows("samples") if row["prompt_index"] == 5]
+    assert Counter(row["epoch"] for row in rows) == {0: 4, 1: 4}
+    for row in rows:
+        assert (row["status"], row["failure"]) == ("filtered", "over_long_prompt")
+        assert (row["attempt"], row["num_response_tokens"]) == (0, 0)
+    assert on_policy.summary["samples"]["trained"] == 2 * 12 * 4
+    check_samples(on_policy)
 
 
 def test_a_second_sigint_ends_at_once(tmp_path):
@@ -243,8 +272,10 @@ def test_a_second_sigint_ends_at_once(tmp_path):
     assert finished.summary["samples"]["trained"] > 0
 
 
-@pytest.mark.parametrize("limit_s", [1, 4])
-def test_a_stop_ends_the_process_within_its_limit(tmp_path, limit_s):
+@pytest.mark.parametrize(
+    ("number", "code", "limit_s"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 4)]
+)
+def test_a_stop_ends_the_process_within_its_limit(tmp_path, number, code, limit_s):
     """All of it has one deadline: what is under way, its checkpoint, the records, the workers."""
     changes = {
         "trainer": {"total_training_steps": 500, "save_freq": 0},
@@ -252,11 +283,12 @@ def test_a_stop_ends_the_process_within_its_limit(tmp_path, limit_s):
     }
     live = start(tmp_path, changes)
     live.wait_for_event("weights_published", count=3)
-    live.send(signal.SIGINT)
+    live.send(number)
     finished = live.finish(timeout_s=limit_s + 5)  # of the machine's, not of the run's
-    assert finished.code == 130, finished.err
+    assert finished.code == code, finished.err
     assert live.left_over() == []
-    assert finished.summary["status"] == "stopped"
+    assert (finished.summary["status"], finished.summary["exit_code"]) == ("stopped", code)
+    assert audit(finished.folder) == []
 
 
 def test_a_non_finite_loss_ends_the_run_with_its_cause(tmp_path):
@@ -271,36 +303,3 @@ def test_what_the_cluster_can_never_hold_is_refused_by_name(tmp_path):
     assert finished.code == 3, finished.err
     assert "GPU" in finished.err
     assert live.left_over() == []
-
-
-def test_an_over_long_prompt_is_skipped_by_name_and_never_tried(tmp_path):
-    lines = (ROOT / "recipes/data/train.jsonl").read_text().splitlines()[:13]
-    lines[5] = json.dumps({"prompt": "1+" * 20 + "1=", "ground_truth": "21"})
-    data = tmp_path / "train.jsonl"
-    data.write_text("\n".join(lines) + "\n")
-    changes = {
-        "data": {"train_files": str(data)},
-        "trainer": {
-            "total_training_steps": None,
-            "total_epochs": 2,
-            "val_before_train": False,
-            "val_at_end": False,
-            "test_freq": 0,
-        },
-    }
-    live = start(tmp_path, changes)
-    finished = live.finish()
-    assert finished.code == 0, finished.err
-    assert live.left_over() == []
-    (event,) = finished.events("prompt_dropped")
-    assert (event["prompt_index"], event["failure"]) == (5, "over_long_prompt")
-    # Its file and row, its length, and the limit.
-    for part in ("train.jsonl line 6", "42 tokens", "rollout.max_prompt_length is 16"):
-        assert part in event["message"]
-    rows = [row for row in finished.rows("samples") if row["prompt_index"] == 5]
-    assert Counter(row["epoch"] for row in rows) == {0: 4, 1: 4}
-    for row in rows:
-        assert (row["status"], row["failure"]) == ("filtered", "over_long_prompt")
-        assert (row["attempt"], row["num_response_tokens"]) == (0, 0)
-    assert finished.summary["samples"]["trained"] == 2 * 12 * 4
-    check_samples(finished)

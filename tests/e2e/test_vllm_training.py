@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 VLLM = {
-    "rollout": {"engine": "vllm", "timeout_s": 120},
+    "rollout": {"engine": "vllm", "replicas": 2, "timeout_s": 120},
     "validation": {"timeout_s": 240},
     "health": {"startup_timeout_s": 400, "max_logprob_difference": 1e-3, "replica_stall_s": 30},
 }

@@ -14,7 +14,7 @@ LATE_S = 5
 """What a run may be past the limit that finds a hang; for the machine, not for the run."""
 
 QUICK: dict[str, dict[str, Any]] = {
-    "rollout": {"timeout_s": 6, "reward_timeout_s": 2, "replicas": 1},
+    "rollout": {"timeout_s": 6, "reward_timeout_s": 2},
     "async_training": {"concurrent_samples_per_replica": 12},
     "health": {"replica_stall_s": 4, "grace_s": 2, "loop_blocked_s": 1, "loop_blocked_end_s": 4},
     "trainer": {"total_training_steps": 12, "test_freq": 0, "val_before_train": False},
@@ -22,7 +22,7 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def quick(**changes: dict[str, Any]) -> dict[str, Any]:
-    """Changes to the base configuration: limits of seconds, one replica, and these."""
+    """Changes to the base configuration: limits of seconds, and these."""
     return {name: {**section, **changes.get(name, {})} for name, section in QUICK.items()} | {
         name: section for name, section in changes.items() if name not in QUICK
     }

@@ -19,7 +19,7 @@ trial has a ratio near 0."""
 def test_one_trial_of_64_that_never_returns_slows_neither_steps_nor_rollouts(tmp_path):
     changes = {
         "data": {"train_max_samples": 1000, "val_max_samples": 64},
-        "rollout": {"environment": "hanging_environment:HangsInValidation"},
+        "rollout": {"environment": "hanging_environment:HangsInValidation", "replicas": 2},
         "validation": {"trial_timeout_s": LIMIT_S, "n": 1},
         "trainer": {
             "val_before_train": False,
