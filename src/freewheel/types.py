@@ -217,9 +217,12 @@ class Generation:
     finish_reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Weights:
-    """One published policy version. `ref` refers to what replicas load."""
+    """One published policy version. `ref` refers to what replicas load.
+
+    What it refers to may go with the last reference to this object.
+    """
 
     version: int
     num_bytes: int

@@ -6,7 +6,7 @@ once. Names are those of the Hugging Face state dict.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,14 +50,7 @@ def pack_weights(
     """
     specs: list[TensorSpec] = []
     arrays: list[npt.NDArray[np.uint8]] = []
-    # By address and shape. Memory that is gone again leaves its address to another tensor; it is
-    # not kept, as the gathered tensors of a sharded model would fill a GPU.
-    seen: dict[tuple[int, tuple[int, ...]], StorageWeakRef] = {}
-    for name, tensor in named_tensors:
-        key = (tensor.data_ptr(), tuple(tensor.shape))
-        if tensor.numel() and key in seen and not seen[key].expired():
-            continue
-        seen[key] = StorageWeakRef(tensor.untyped_storage())
+    for name, tensor in distinct(named_tensors):
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         content = tensor.detach().to(device="cpu", dtype=kind).contiguous()
         array = content.reshape(-1).view(torch.uint8).numpy()
@@ -71,6 +64,21 @@ def pack_weights(
         )
         arrays.append(array)
     return WeightBundle(specs=tuple(specs), arrays=tuple(arrays))
+
+
+def distinct(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Leave out tensors that share their memory with an earlier one."""
+    # By address and shape. Memory that is gone again leaves its address to another tensor; it is
+    # not kept, as the gathered tensors of a sharded model would fill a GPU.
+    seen: dict[tuple[int, tuple[int, ...]], StorageWeakRef] = {}
+    for name, tensor in named_tensors:
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and key in seen and not seen[key].expired():
+            continue
+        seen[key] = StorageWeakRef(tensor.untyped_storage())
+        yield name, tensor
 
 
 def unpack_weights(bundle: WeightBundle) -> dict[str, torch.Tensor]:

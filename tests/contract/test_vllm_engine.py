@@ -14,10 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 
+from freewheel.backends.vllm import engine
 from freewheel.backends.vllm.engine import VllmEngine
-from freewheel.backends.vllm.segment import WeightSegment
 from freewheel.errors import ConfigError, ReplicaLostError, StartupError
+from freewheel.remote_weights import WeightSource
+from tests.contract import engine_suite
 from tests.contract.engine_suite import *  # noqa: F403  # its tests are this module's
 from tests.contract.replica_suite import *  # noqa: F403  # as above
 from tests.contract.subjects import (
@@ -25,10 +28,12 @@ from tests.contract.subjects import (
     CoreSubject,
     bundle,
     config,
+    make_model,
     request,
     save,
     until,
 )
+from tests.remote_source import source_process
 
 pytestmark = [
     pytest.mark.vllm,
@@ -166,12 +171,13 @@ async def test_a_cancelled_update_ends_the_engine(new_subject, held_update):
 async def test_an_update_that_lacks_a_tensor_ends_the_engine(new_subject, monkeypatch):
     subject = await new_subject()
     await subject.update(0)
-    info = WeightSegment.update_info
+    prepare = VllmEngine._prepare
 
-    def cut(self, chunk):
-        return info(self, chunk) | {"tensors": info(self, chunk)["tensors"][:-1]}
+    def cut(self, *args):
+        about = prepare(self, *args)
+        return about | {"tensors": about["tensors"][:-1]}
 
-    monkeypatch.setattr(WeightSegment, "update_info", cut)
+    monkeypatch.setattr(VllmEngine, "_prepare", cut)
     flying = asyncio.tasks.Task(
         subject.core.generate([request("a", [5], max_tokens=MAX_RESPONSE)], timeout_s=60)
     )
@@ -184,11 +190,47 @@ async def test_an_update_that_lacks_a_tensor_ends_the_engine(new_subject, monkey
 
 
 async def test_weights_larger_than_a_chunk_arrive_whole(core, monkeypatch):
-    from freewheel.backends.vllm import engine
-
     plan = engine.plan_chunks
     monkeypatch.setattr(engine, "plan_chunks", lambda specs: plan(specs, max_bytes=5000))
     await test_each_of_several_updates_is_whole(core)  # noqa: F405  # of the suite
+
+
+@pytest.fixture
+def remote(monkeypatch):
+    """Bundles lie in a trainer's memory: the source's, in this process."""
+    pytest.importorskip("nixl")
+    source = WeightSource(config("vllm"))
+
+    def published(version):
+        named = make_model(version).named_parameters()
+        return source.publish(named, dtype=torch.float32)
+
+    monkeypatch.setattr(engine_suite, "bundle", published)
+    return source
+
+
+@pytest.mark.parametrize("max_bytes", [5000, 1 << 28])
+async def test_weights_are_read_out_of_the_trainer_s_memory(core, remote, max_bytes, monkeypatch):
+    plan = engine.plan_chunks
+    monkeypatch.setattr(engine, "plan_chunks", lambda specs: plan(specs, max_bytes=max_bytes))
+    await test_each_of_several_updates_is_whole(core)  # noqa: F405  # of the suite
+
+
+async def test_a_source_that_is_gone_ends_the_engine_and_nothing_is_half_loaded(new_subject):
+    pytest.importorskip("nixl")
+    subject = await new_subject()
+    await subject.update(0)
+    with source_process(1) as (_, weights):
+        pass
+    flying = asyncio.tasks.Task(
+        subject.core.generate([request("a", [5], max_tokens=MAX_RESPONSE)], timeout_s=60)
+    )
+    await subject.under_way()
+    with pytest.raises(ReplicaLostError, match="version 1 was not loaded"):
+        await subject.core.update_weights(1, weights)
+    with pytest.raises(ReplicaLostError):
+        await flying
+    await _is_over(subject, "version 1 was not loaded")
 
 
 async def test_it_listens_on_the_loopback_interface_alone(core):

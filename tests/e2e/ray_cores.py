@@ -164,6 +164,7 @@ def trajectory(group_id, sample_id, length):
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
     buffer: np.ndarray
+    publication: int
 
     @property
     def num_bytes(self):
@@ -174,6 +175,7 @@ class Trainer:
     def __init__(self, config, model_path, *, ranks=None):
         self.ranks = ranks
         self.release = threading.Event()
+        self.published, self.dropped = 0, []
 
     def start(self, checkpoint):
         if checkpoint is not None:
@@ -188,11 +190,17 @@ class Trainer:
             self.release.wait(30)
         tokens = sum(len(trajectory.token_ids) for group in groups for trajectory in group)
         metrics = {"tokens": float(tokens), "groups": float(len(groups))}
+        metrics |= {"published": float(self.published)}
+        metrics |= {f"dropped/{publication}": 1.0 for publication in self.dropped}
         metrics |= {f"thread/{threading.current_thread().name}": 1.0}
         return TrainResult(step=request.step, metrics=metrics, wall_s=0.0)
 
     def export_weights(self):
-        return Bundle(buffer=np.full(20_000_000, 3, np.uint8))
+        self.published += 1
+        return Bundle(buffer=np.full(20_000_000, 3, np.uint8), publication=self.published)
+
+    def drop_weights(self, publication):
+        self.dropped.append(publication)
 
     def copy_state(self, step):
         pass

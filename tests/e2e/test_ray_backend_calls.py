@@ -115,6 +115,22 @@ async def test_weights_reach_the_engine_as_a_view_of_shared_memory(world):
     assert stats.extra["owns"] == stats.extra["writeable"] == 0
 
 
+async def test_weights_in_the_trainer_s_memory_go_with_the_last_reference(world):
+    async def metrics():
+        return (await world.trainer.train_step(train_request(1, ()))).metrics
+
+    kept, unneeded = await world.trainer.publish(3), await world.trainer.publish(4)
+    number = int((await metrics())["published"])
+    await world.replica.update_weights(unneeded)
+    assert f"dropped/{number}" not in await metrics()
+    del unneeded
+    async with asyncio.timeout(10):
+        while f"dropped/{number}" not in await metrics():
+            pass
+    await world.replica.update_weights(kept)
+    assert f"dropped/{number - 1}" not in await metrics()
+
+
 async def test_writing_runs_beside_training(world, tmp_path):
     refs = world.trainer.load_trajectories(tmp_path, [])
     assert refs == []

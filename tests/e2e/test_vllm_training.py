@@ -7,6 +7,7 @@ import signal
 import psutil
 import pytest
 
+from tests.e2e.hangs.common import workers
 from tests.e2e.runs import LiveRun, start
 
 pytestmark = [
@@ -21,6 +22,13 @@ VLLM = {
     "validation": {"timeout_s": 240},
     "health": {"startup_timeout_s": 400, "max_logprob_difference": 1e-3, "replica_stall_s": 30},
 }
+
+
+def _by(transfer):
+    """With weights that travel this way."""
+    if transfer == "nixl":
+        pytest.importorskip("nixl")
+    return VLLM | {"rollout": VLLM["rollout"] | {"weight_transfer": transfer}}
 
 
 def _engines(run: LiveRun) -> list[psutil.Process]:
@@ -46,8 +54,9 @@ def _check_versions(finished):
         assert set(validation["response_versions"]) == {str(validation["policy_version"])}
 
 
-def test_a_run_trains_and_validates_under_pinned_versions(tmp_path):
-    run = start(tmp_path, VLLM)
+@pytest.mark.parametrize("transfer", ["object_store", "nixl"])
+def test_a_run_trains_and_validates_under_pinned_versions(tmp_path, transfer):
+    run = start(tmp_path, _by(transfer))
     finished = run.finish(timeout_s=800)
     _check(finished, steps=8)
     assert len(finished.rows("validations")) == 3
@@ -66,6 +75,18 @@ def test_a_run_outlives_an_engine_that_is_killed(tmp_path):
     (loss,) = finished.events("worker_lost")
     assert "vLLM" in loss["cause"]
     assert loss["replaced"]
+    assert run.left_over() == []
+
+
+def test_a_trainer_that_dies_takes_its_weights_along_and_they_are_published_again(tmp_path):
+    changes = _by("nixl") | {"trainer": {"total_training_steps": 60, "test_freq": 20}}
+    run = start(tmp_path, changes)
+    run.wait_for_event("weights_activated", count=12, timeout_s=400)
+    workers(run, "Trainer")[0].kill()
+    finished = run.finish(timeout_s=800)
+    _check(finished, steps=60)
+    assert any(row["worker"] == "trainer" for row in finished.events("worker_lost"))
+    assert finished.summary["samples"]["failed"] == 0
     assert run.left_over() == []
 
 

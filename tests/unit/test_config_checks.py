@@ -22,6 +22,7 @@ def check(*overrides, base=HELD_OUT, purpose="train"):
         ("async_training.staleness_threshold=2.5", "async_training.max_staleness=3"),
         ("rollout.engine=vllm", "rollout.device=cpu"),
         ("rollout.engine=vllm", "rollout.tensor_parallel_size=2", "rollout.num_gpus=2"),
+        ("rollout.engine=vllm", "rollout.weight_transfer=nixl"),
         ("rollout.num_gpus=0.5",),
         ("validation.mode=dedicated", "validation.dedicated_replicas=2"),
         ("validation.mode=exclusive",),
@@ -73,6 +74,11 @@ def test_a_long_rollout_is_no_matter_when_nothing_is_validated():
         (("rollout.reward=exact",), ['rollout.reward = "exact"', "exact_match", "module:function"]),
         (("rollout.environment=my.code",), ["rollout.environment", "module:Class"]),
         (("rollout.tensor_parallel_size=2", "rollout.num_gpus=2"), ['rollout.engine = "torch"']),
+        (("rollout.weight_transfer=nixl",), ['rollout.engine = "torch"', "object store"]),
+        (
+            ("rollout.weight_transfer=nixl", "rollout.engine=vllm", "model.lora_rank=4"),
+            ["model.lora_rank = 4", "object store"],
+        ),
         (
             ("rollout.engine=vllm", "rollout.tensor_parallel_size=4"),
             ["rollout.num_gpus = 1.0", "rollout.tensor_parallel_size = 4"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from freewheel.backends.ray.cores import Cores
-from freewheel.backends.vllm.segment import WeightSegment, plan_chunks
+from freewheel.backends.vllm.segment import WeightSegment, describe_tensors, plan_chunks
 from freewheel.backends.vllm.settings import engine_arguments, environment
 from freewheel.backends.vllm.translate import generation, sampling_arguments
 from freewheel.config.sections import Config, RolloutConfig
@@ -47,10 +47,10 @@ def test_the_segment_carries_what_was_written(monkeypatch):
     found = {}
     for chunk in chunks:
         segment.write(bundle, chunk)
-        info = segment.update_info(bundle, chunk)
-        with open(info["path"], "rb") as file:
-            memory = mmap.mmap(file.fileno(), info["num_bytes"], access=mmap.ACCESS_READ)
-        for name, dtype, shape, offset, num_bytes in info["tensors"]:
+        path = segment.path
+        with open(path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), chunk.num_bytes, access=mmap.ACCESS_READ)
+        for name, dtype, shape, offset, num_bytes in describe_tensors(bundle.specs, chunk):
             assert dtype == "float32"
             array = np.frombuffer(memory, np.float32, num_bytes // 4, offset).reshape(shape)
             found[name] = array.copy()
@@ -59,7 +59,7 @@ def test_the_segment_carries_what_was_written(monkeypatch):
     segment.close()
     segment.close()
     with pytest.raises(OSError, match="No such file"):
-        open(info["path"], "rb").close()
+        open(path, "rb").close()
     for name, tensor in unpack_weights(bundle).items():
         np.testing.assert_array_equal(found[name], tensor.numpy())
 

@@ -137,6 +137,12 @@ def _check_engine(config: Config) -> Iterator[str]:
     if not rollout.reset_prefix_cache and rollout.engine == "torch":
         names = _values(config, "rollout.reset_prefix_cache", "rollout.engine")
         yield f"{names}: the torch engine computes keys and values anew in any case"
+    if rollout.weight_transfer == "nixl" and rollout.engine == "torch":
+        names = _values(config, "rollout.weight_transfer", "rollout.engine")
+        yield f"{names}: the torch engine takes weights from the object store"
+    if rollout.weight_transfer == "nixl" and config.model.lora_rank:
+        names = _values(config, "rollout.weight_transfer", "model.lora_rank")
+        yield f"{names}: an adapter goes through the object store, to be merged by each replica"
     if rollout.device != "cpu":
         yield from _check_replica_gpus(config)
 

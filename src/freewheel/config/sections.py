@@ -165,6 +165,10 @@ class RolloutConfig:
     """Run the model by torch's own operations. vLLM then compiles nothing and records no CUDA
     graphs; unset: on CPUs, where that takes minutes and gains little. The embedded engine then does
     without its compiled kernels (`docs/engine.md`), which it otherwise has on CPUs."""
+    weight_transfer: Literal["object_store", "nixl"] = "object_store"
+    """How weights reach vLLM. `object_store`: through the host's shared memory, and between nodes
+    through Ray. `nixl`: each worker reads them out of the trainer's device by itself
+    (`docs/vllm.md`)."""
     reset_prefix_cache: bool = True
     """With new weights vLLM forgets cached prefixes and computes the keys and values of requests in
     flight anew. False keeps both: a faster sync, and tokens whose distribution no single version

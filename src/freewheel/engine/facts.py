@@ -40,20 +40,20 @@ class WeightNames:
         """Numbers in the model, tied ones counted once."""
         return sum(math.prod(self.shapes[min(names)]) for names in self.parameters)
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a bundle that does not fit this model.
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse weights, of these names and shapes, that do not fit this model.
 
         Raises:
             InvariantError: names what is missing, unknown or of another shape.
         """
-        problems = [f"unknown {name}" for name in tensors if name not in self.shapes]
+        problems = [f"unknown {name}" for name in shapes if name not in self.shapes]
         problems += [
-            f"{name} is {tuple(tensor.shape)}, not {self.shapes[name]}"
-            for name, tensor in tensors.items()
-            if name in self.shapes and tuple(tensor.shape) != self.shapes[name]
+            f"{name} is {shape}, not {self.shapes[name]}"
+            for name, shape in shapes.items()
+            if name in self.shapes and shape != self.shapes[name]
         ]
         problems += [
-            f"missing {min(names)}" for names in self.parameters if names.isdisjoint(tensors)
+            f"missing {min(names)}" for names in self.parameters if names.isdisjoint(shapes)
         ]
         if problems:
             shown = "; ".join(problems[:5])

@@ -154,9 +154,8 @@ class TorchEngine:
         Raises:
             InvariantError: the bundle does not fit the model; the old weights stay.
         """
-        tensors = unpack_weights(bundle)
-        self._model.weight_names.check(tensors)
-        self._decoder.load_weights(tensors)
+        self._model.weight_names.check({spec.name: spec.shape for spec in bundle.specs})
+        self._decoder.load_weights(unpack_weights(bundle))
         self._scheduler.reset()
         self._version = version
 

@@ -20,8 +20,10 @@ from freewheel.errors import (
     EngineMismatchError,
     InvariantError,
     StartupError,
+    WeightsLostError,
 )
 from freewheel.files import sync_tree
+from freewheel.remote_weights import RemoteWeights, WeightSource
 from freewheel.sampling_filters import Filters
 from freewheel.trainer import optim, state
 from freewheel.trainer.batching import (
@@ -80,6 +82,7 @@ class TrainerCore:
         optim.check_schedule(config.actor.optim, self._total_steps)
         self._copies: dict[int, state.StateCopy] = {}
         self._lock = threading.Lock()
+        self._source: WeightSource | None = None
         self._has_moved = True
         """Whether the weights are others than those exported last."""
 
@@ -95,6 +98,8 @@ class TrainerCore:
             torch.set_num_threads(self._config.actor.num_threads)
         self._ranks.join(self._device)
         self._checkpoint = checkpoint
+        if self._config.rollout.weight_transfer == "nixl" and self._ranks.is_main:
+            self._source = WeightSource(self._config)
         self._policy = self._build_policy(self._trained.load(checkpoint))
         optimizer = optim.make_optimizer(self._policy, self._config.actor.optim)
         progress = state.Progress(step=0, optimizer_steps=0, rng={})
@@ -158,23 +163,33 @@ class TrainerCore:
         )
         return TrainResult(step=request.step, metrics=metrics, wall_s=wall_s)
 
-    def export_weights(self) -> WeightBundle:
+    def export_weights(self) -> WeightBundle | RemoteWeights:
         """The current weights in the rollout engine's number format, tied ones once.
+
+        With `rollout.weight_transfer=nixl` a copy that stays here until `drop_weights`.
 
         Of an adapter its factors in float32: replicas merge, and convert what they have merged.
         The bundle may be the trainer's own memory: whoever reads it after the next step, as an
         engine does until it is settled, needs a copy. Sending it to another process makes one.
         Collective over ranks; only rank 0's bundle holds tensors.
         """
-        weights = (
+        gathered = (
             (name, full(tensor.detach())) for name, tensor in self._trained.named(self._model)
         )
-        kept = ((name, tensor) for name, tensor in weights if self._ranks.is_main)
+        kept = ((name, tensor) for name, tensor in gathered if self._ranks.is_main)
         is_adapter = self._trained.is_adapter
         dtype = None if is_adapter else _rollout_dtype(self._config, self._device)
-        bundle = pack_weights(kept, dtype=dtype)
+        if self._source is not None and dtype is not None:
+            weights = self._source.publish(kept, dtype=dtype)
+        else:
+            weights = pack_weights(kept, dtype=dtype)
         self._has_moved = False
-        return bundle
+        return weights
+
+    def drop_weights(self, publication: int) -> None:
+        """Let a publication go that nobody needs any more. May run beside any other call."""
+        if self._source is not None:
+            self._source.drop(publication)
 
     def copy_state(self, step: int) -> None:
         """Copy model, optimizer, schedule and random state to CPU memory. Collective over ranks.
@@ -216,7 +231,7 @@ class TrainerCore:
         step: int,
         folder: Path,
         trajectories: Sequence[list[Trajectory]],
-        held: Mapping[int, WeightBundle] | None = None,
+        held: Mapping[int, WeightBundle | RemoteWeights] | None = None,
     ) -> None:
         """Write the copy taken at `step`, and these groups, into an existing folder; rank 0 only.
 
@@ -225,19 +240,22 @@ class TrainerCore:
 
         Raises:
             InvariantError: there is no copy of that step.
+            WeightsLostError: a held version lay in the memory of a trainer that is gone; the copy
+                stays.
             CheckpointError: a file cannot be written, or the folder is not there.
         """
         with self._lock:
             copy = self._copies.get(step)
         if copy is None:
             raise InvariantError(f"step {step}: no copy of the trainer's state was taken")
+        bundles = self._on_host(held or {})
         try:
             _check_there(folder)
             # Tokenizer files come from the model's folder: a checkpoint that the run was resumed
             # from is deleted when newer ones are complete.
             weights = self._trained.write(copy, folder, self._model)
             state.write_copy(copy, folder, self._model, self._model_path, weights)
-            for version, bundle in (held or {}).items():
+            for version, bundle in bundles.items():
                 state.write_version(folder, version, bundle)
             write_trajectories(folder / TRAJECTORIES, trajectories)
             sync_tree(folder)
@@ -246,6 +264,26 @@ class TrainerCore:
         finally:
             with self._lock:
                 del self._copies[step]
+
+    def _on_host(self, held: Mapping[int, WeightBundle | RemoteWeights]) -> dict[int, WeightBundle]:
+        bundles: dict[int, WeightBundle] = {}
+        lost: dict[int, WeightsLostError] = {}
+        for version, weights in held.items():
+            try:
+                bundles[version] = self._copy_on_host(weights)
+            except WeightsLostError as error:
+                lost[version] = error
+        if lost:
+            reasons = ", ".join(f"version {version}: {error}" for version, error in lost.items())
+            raise WeightsLostError(f"published weights are gone: {reasons}", tuple(lost))
+        return bundles
+
+    def _copy_on_host(self, weights: WeightBundle | RemoteWeights) -> WeightBundle:
+        if isinstance(weights, WeightBundle):
+            return weights
+        if self._source is None:
+            raise WeightsLostError(f"this trainer has no {weights.agent}")
+        return self._source.on_host(weights)
 
     def close(self) -> None:
         """Part from the other ranks. Idempotent."""

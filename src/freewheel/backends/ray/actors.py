@@ -55,6 +55,7 @@ from freewheel.types import (
 )
 
 if TYPE_CHECKING:
+    from freewheel.remote_weights import RemoteWeights
     from freewheel.weights import WeightBundle
 
 _ray: Any = ray  # half typed, which a strict checker cannot use
@@ -63,6 +64,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _LOST = (ObjectLostError, RayActorError, WorkerCrashedError)
 A = TypeVar("A", bound="WorkerActor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """About weights that were published.
+
+    `publication` is set if they lie in the trainer's memory until `drop_weights`.
+    """
+
+    num_bytes: int
+    publication: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +176,11 @@ class ReplicaActor(WorkerActor):
         await self._engine.abort(self._in_flight.give_up(request_id))
 
     @boundary
-    async def update_weights(self, version: int, bundle: "WeightBundle") -> None:
-        """`bundle` arrives as a view of shared memory: all weights, or an adapter to merge."""
+    async def update_weights(self, version: int, bundle: "WeightBundle | RemoteWeights") -> None:
+        """`bundle` arrives as a view of shared memory: all weights, or an adapter to merge.
+
+        Or it tells where the weights lie in the trainer's memory.
+        """
         if self._merger is not None:
             bundle = await asyncio.to_thread(self._merger.merge, bundle)
         await self._engine.update_weights(version, bundle)
@@ -247,16 +262,25 @@ class TrainerActor(WorkerActor):
         return await self._in_train_thread(self._train, request)
 
     @boundary
-    async def publish(self, version: int) -> tuple[int, Any]:
-        """Two returns: size in bytes, and the weights, which stay in shared memory."""
-        bundle = await self._in_train_thread(self._trainer.export_weights)
-        return (bundle.num_bytes, bundle) if self._rank == 0 else (0, None)
+    async def publish(self, version: int) -> tuple[Published, Any]:
+        """Two returns: about the weights, and they themselves, which stay in shared memory."""
+        weights = await self._in_train_thread(self._trainer.export_weights)
+        if self._rank != 0:
+            return Published(num_bytes=0), None
+        # Only what stays in the trainer's own memory has a number there.
+        publication = getattr(weights, "publication", None)
+        return Published(num_bytes=weights.num_bytes, publication=publication), weights
 
     @boundary
-    async def publish_restored(self, version: int) -> tuple[int, Any]:
+    async def drop_weights(self, publication: int) -> None:
+        """Nobody needs a publication any more."""
+        await asyncio.to_thread(self._trainer.drop_weights, publication)
+
+    @boundary
+    async def publish_restored(self, version: int) -> tuple[Published, Any]:
         """As `publish`, of a version that the checkpoint carries beside the trainer's. Rank 0."""
         bundle = await self._in_train_thread(self._trainer.restored_weights, version)
-        return bundle.num_bytes, bundle
+        return Published(num_bytes=bundle.num_bytes), bundle
 
     @boundary
     async def copy_state(self, step: int) -> None:
@@ -293,13 +317,13 @@ class TrainerActor(WorkerActor):
         return await asyncio.get_running_loop().run_in_executor(self._write_thread, call, *args)
 
 
-def _fetch_weights(held: Mapping[int, Ref]) -> "dict[int, WeightBundle]":
+def _fetch_weights(held: Mapping[int, Ref]) -> "dict[int, WeightBundle | RemoteWeights]":
     """Resolve published versions, in a thread where waiting blocks nobody.
 
     Raises:
         WeightsLostError: names all whose process or node is gone.
     """
-    bundles: dict[int, WeightBundle] = {}
+    bundles: dict[int, WeightBundle | RemoteWeights] = {}
     lost: dict[int, str] = {}
     for version, ref in held.items():
         if reason := _why_lost(ref):

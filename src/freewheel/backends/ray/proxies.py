@@ -1,10 +1,12 @@
 """The Protocols `Replica`, `RolloutWorker` and `Trainer` over remote processes."""
 
 import asyncio
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from freewheel.backends.ray.actors import Published
 from freewheel.backends.ray.process import RemoteProcess
 from freewheel.backends.ray.translate import Answer
 from freewheel.errors import (
@@ -200,14 +202,20 @@ class RayTrainer:
     async def publish(self, version: int) -> Weights:
         """All ranks gather; rank 0 puts the weights into shared memory, and none come here."""
         pairs = {rank: rank.submit("publish", version, num_returns=2) for rank in self.ranks}
-        sizes = await self._on_all(lambda rank: rank.answer(pairs[rank][0], "publish"))
-        return Weights(version=version, num_bytes=sizes[0], ref=pairs[self._first][1])
+        answers = await self._on_all(lambda rank: rank.answer(pairs[rank][0], "publish"))
+        published: Published = answers[0]
+        weights = Weights(version=version, num_bytes=published.num_bytes, ref=pairs[self._first][1])
+        if published.publication is not None:
+            # As an object of Ray's goes with the last reference to it, so do these weights.
+            dropped = weakref.finalize(weights, self._drop, published.publication)
+            dropped.atexit = False
+        return weights
 
     async def publish_restored(self, version: int) -> Weights:
         """Publish a version that the checkpoint carries beside the trainer's own weights."""
-        size, ref = self._first.submit("publish_restored", version, num_returns=2)
-        num_bytes = await self._first.answer(size, "publish_restored")
-        return Weights(version=version, num_bytes=num_bytes, ref=ref)
+        about, ref = self._first.submit("publish_restored", version, num_returns=2)
+        published: Published = await self._first.answer(about, "publish_restored")
+        return Weights(version=version, num_bytes=published.num_bytes, ref=ref)
 
     async def copy_state(self, step: int) -> None:
         """Copy in memory, on every rank."""
@@ -242,6 +250,10 @@ class RayTrainer:
         """End the processes at once."""
         for rank in self.ranks:
             rank.kill()
+
+    def _drop(self, publication: int) -> None:
+        if not self._first.is_killed:
+            self._first.submit("drop_weights", publication)
 
     async def _all(self, method: str, *args: object) -> list[Answer]:
         return await self._on_all(lambda rank: rank.call(method, *args))

@@ -13,7 +13,12 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from freewheel.backends.vllm.segment import Chunk, WeightSegment, plan_chunks
+from freewheel.backends.vllm.segment import (
+    Chunk,
+    WeightSegment,
+    describe_tensors,
+    plan_chunks,
+)
 from freewheel.backends.vllm.settings import INSTALL, engine_arguments, environment
 from freewheel.backends.vllm.translate import generation, sampling_arguments
 from freewheel.config.sections import Config
@@ -29,8 +34,9 @@ from freewheel.errors import (
     RolloutError,
     StartupError,
 )
+from freewheel.remote_weights import RemoteWeights, network_environment
 from freewheel.types import Generation, GenerationRequest, ReplicaStats
-from freewheel.weights import WeightBundle, unpack_weights
+from freewheel.weights import WeightBundle
 
 R = TypeVar("R")
 
@@ -123,7 +129,7 @@ class VllmEngine:
         self._check_alive()
         await self._llm.abort(list(request_ids))
 
-    async def update_weights(self, version: int, bundle: WeightBundle) -> None:
+    async def update_weights(self, version: int, bundle: WeightBundle | RemoteWeights) -> None:
         """Activate weights between two tokens; returns when every later token is under them.
 
         Requests in flight wait meanwhile and go on with their tokens. With
@@ -136,7 +142,7 @@ class VllmEngine:
         async with self._updating:
             self._check_alive()
             assert self._facts is not None
-            self._facts.weight_names.check(unpack_weights(bundle))
+            self._facts.weight_names.check({s.name: s.shape for s in bundle.specs})
             try:
                 await self._call(self._load(version, bundle))
             except BaseException as error:
@@ -186,6 +192,7 @@ class VllmEngine:
         """Import vLLM and start its process; takes 20 s and more, in a thread."""
         self._facts = read_facts(self._config, self._model_path)
         rollout, device = self._config.rollout, self._config.rollout.device
+        os.environ.update(network_environment(self._config))
         os.environ.update(environment(rollout, is_cpu=device == "cpu"))
         try:
             self._vllm = importlib.import_module("vllm")
@@ -324,21 +331,33 @@ class VllmEngine:
         if work not in done:
             raise ReplicaLostError(self._why_ended)
 
-    async def _load(self, version: int, bundle: WeightBundle) -> None:
+    async def _load(self, version: int, weights: WeightBundle | RemoteWeights) -> None:
         """Pause, load all chunks, and go on. The first chunk is copied before the pause."""
-        chunks = plan_chunks(bundle.specs)
-        segment = self._segment_for(chunks)
-        await asyncio.to_thread(segment.write, bundle, chunks[0])
+        chunks = plan_chunks(weights.specs)
+        first = await asyncio.to_thread(self._prepare, weights, chunks, chunks[0])
         await self._llm.pause_generation(
             mode="keep", clear_cache=self._config.rollout.reset_prefix_cache
         )
         await self._llm.start_weight_update()
-        for place, chunk in enumerate(chunks):
-            if place > 0:
-                await asyncio.to_thread(segment.write, bundle, chunk)
-            await self._send(segment.update_info(bundle, chunk))
+        await self._send(first)
+        for chunk in chunks[1:]:
+            await self._send(await asyncio.to_thread(self._prepare, weights, chunks, chunk))
         await self._llm.finish_weight_update(str(version))
         await self._llm.resume_generation()
+
+    def _prepare(
+        self, weights: WeightBundle | RemoteWeights, chunks: Sequence[Chunk], chunk: Chunk
+    ) -> dict[str, Any]:
+        """Bring a chunk to where vLLM's workers read it; returns what they must know of it."""
+        about = {
+            "num_bytes": chunk.num_bytes,
+            "tensors": describe_tensors(weights.specs, chunk),
+        }
+        if isinstance(weights, RemoteWeights):
+            return about | {"place": weights.place(chunk.start, chunk.stop)}
+        segment = self._segment_for(chunks)
+        segment.write(weights, chunk)
+        return about | {"path": segment.path}
 
     async def _send(self, update_info: dict[str, Any]) -> None:
         base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")

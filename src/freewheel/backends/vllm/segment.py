@@ -54,6 +54,14 @@ def plan_chunks(
     return tuple(chunks)
 
 
+def describe_tensors(specs: Sequence[TensorSpec], chunk: Chunk) -> list[list[Any]]:
+    """What the reader must know of a chunk's tensors, in types that travel as JSON would."""
+    return [
+        [spec.name, spec.dtype, list(spec.shape), offset, spec.num_bytes]
+        for spec, offset in zip(specs[chunk.start : chunk.stop], chunk.offsets, strict=True)
+    ]
+
+
 class WeightSegment:
     """The writer's end. Linux only, as vLLM is."""
 
@@ -75,15 +83,6 @@ class WeightSegment:
             chunk.offsets, bundle.arrays[chunk.start : chunk.stop], strict=True
         ):
             np.copyto(target[offset : offset + array.nbytes], array)
-
-    def update_info(self, bundle: WeightBundle, chunk: Chunk) -> dict[str, Any]:
-        """What the reader must know of a chunk, in types that travel as JSON would."""
-        specs = bundle.specs[chunk.start : chunk.stop]
-        tensors = [
-            [spec.name, spec.dtype, list(spec.shape), offset, spec.num_bytes]
-            for spec, offset in zip(specs, chunk.offsets, strict=True)
-        ]
-        return {"path": self.path, "num_bytes": chunk.num_bytes, "tensors": tensors}
 
     def close(self) -> None:
         """Give the memory back once the readers have. Idempotent."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from freewheel.backends.vllm.settings import BACKEND
+from freewheel.remote_weights import Place, WeightReader
 
 # vLLM is not installed where most of Freewheel is checked, so its types are not known.
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
@@ -38,22 +39,26 @@ class InitInfo(_base.WeightTransferInitInfo):
 class UpdateInfo(_base.WeightTransferUpdateInfo):
     """One chunk of weights, as `WeightSegment.update_info` describes it.
 
-    `tensors` has name, number format, shape, offset and size in bytes of each.
+    `tensors` has name, number format, shape, offset and size in bytes of each. They lie in the
+    segment at `path`, or at `place` (`remote_weights.Place`) in the trainer's memory.
     """
 
-    path: str
     num_bytes: int
     tensors: list[list[Any]]
+    path: str = ""
+    place: dict[str, Any] | None = None
 
 
-class SegmentTransfer(_base.WeightTransferEngine):
-    """Reads weights from shared memory into the model, layer by layer.
+class FreewheelTransfer(_base.WeightTransferEngine):
+    """Reads weights, from shared memory or the trainer's, into the model, layer by layer.
 
     With tensor parallelism every worker reads all of them and keeps its part.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+
+    _reader: WeightReader | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to connect to."""
@@ -66,7 +71,7 @@ class SegmentTransfer(_base.WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load one chunk. The tensors are copied: layers keep them until they are complete."""
-        loaded = self.model.load_weights(_read(update_info, self.device))
+        loaded = self.model.load_weights(self._tensors(update_info))
         if loaded is None:
             self._is_checked = False
         else:
@@ -80,6 +85,8 @@ class SegmentTransfer(_base.WeightTransferEngine):
         """
         if self._is_checked and self._missing:
             raise RuntimeError(f"the update has no {', '.join(sorted(self._missing)[:4])}")
+        if self._reader is not None:
+            self._reader.forget()
         _reload.finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _refresh_tied_heads(self.model)
@@ -87,15 +94,26 @@ class SegmentTransfer(_base.WeightTransferEngine):
     def shutdown(self) -> None:
         """Nothing to release."""
 
+    def _tensors(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of a chunk's tensors on the device, by name."""
+        flat = _map(info) if info.place is None else self._fetch(info, Place(**info.place))
+        for name, dtype, shape, offset, num_bytes in info.tensors:
+            view = flat[offset : offset + num_bytes].view(getattr(torch, dtype)).view(tuple(shape))
+            yield name, view.to(self.device, copy=True)
 
-def _read(info: UpdateInfo, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of a chunk's tensors on the device, by name."""
+    def _fetch(self, info: UpdateInfo, place: Place) -> torch.Tensor:
+        """Bytes of a chunk out of the trainer's memory, on the device."""
+        if self._reader is None:
+            self._reader = WeightReader(self.device)
+        ranges = [(offset, num_bytes) for *_, offset, num_bytes in info.tensors]
+        return self._reader.read(place, ranges, info.num_bytes)
+
+
+def _map(info: UpdateInfo) -> torch.Tensor:
+    """Bytes of a chunk in shared memory."""
     with open(info.path, "rb") as file:
         memory = mmap.mmap(file.fileno(), info.num_bytes, access=mmap.ACCESS_COPY)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    for name, dtype, shape, offset, num_bytes in info.tensors:
-        view = flat[offset : offset + num_bytes].view(getattr(torch, dtype)).view(tuple(shape))
-        yield name, view.to(device, copy=True)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _refresh_tied_heads(model: torch.nn.Module) -> None:
@@ -130,5 +148,5 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_factory.WeightTransferEngineFactory.register_engine(BACKEND, SegmentTransfer)
+_factory.WeightTransferEngineFactory.register_engine(BACKEND, FreewheelTransfer)
 threading.Thread(target=_end_with_parent, name="freewheel-parent", daemon=True).start()
