@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     Raises:
         OSError: it could not be written; what was there before is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -65,7 +65,7 @@ def locate_model(path: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models lie."""
+    """Where converted models, compiled kernels and what is known of models lie."""
     return Path(os.environ.get("FREEWHEEL_CACHE") or "~/.cache/freewheel").expanduser()
 
 

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
+from freewheel import tokenizer
 from freewheel.engine import AsyncEngine
 from freewheel.engine.torch_engine import TorchEngine
 from freewheel.errors import (
@@ -293,3 +294,37 @@ async def test_a_call_before_the_start_is_refused(tmp_path):
     with pytest.raises(ReplicaLostError, match="not started"):
         await engine.generate([request("a", [5])], timeout_s=1)
     engine.close()
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_costs_its_request_alone(tmp_path, monkeypatch):
+    def broken(*args, **options):
+        raise ImportError("no sentencepiece")
+
+    async with _engine(tmp_path) as engine:
+        monkeypatch.setattr("freewheel.tokenizer.load_tokenizer", broken)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"stop strings need the tokenizer.*piece"):
+                await engine.generate([request("a", [5], stop=("x",))], timeout_s=60)
+        (result,) = await engine.generate([request("b", [5], max_tokens=4)], timeout_s=60)
+        assert len(result.token_ids) == 4
+
+
+async def test_the_tokenizer_is_loaded_beside_the_engine_s_loop_and_thread(tmp_path, monkeypatch):
+    load, threads = tokenizer.load_tokenizer, []
+
+    def watched(*args, **options):
+        threads.append(threading.current_thread().name)
+        return load(*args, **options)
+
+    async with _engine(tmp_path) as engine:
+        monkeypatch.setattr("freewheel.tokenizer.load_tokenizer", watched)
+        for name in ("a", "b"):
+            await engine.generate([request(name, [5], stop=("x",))], timeout_s=60)
+    (thread,) = threads
+    assert thread not in ("MainThread", "freewheel-engine")
+
+
+async def test_stop_strings_of_the_configuration_are_ready_at_the_start(tmp_path, monkeypatch):
+    async with _engine(tmp_path, stop=("x",)) as engine:
+        monkeypatch.delattr("freewheel.tokenizer.load_tokenizer")
+        await engine.generate([request("a", [5], stop=("x",))], timeout_s=60)

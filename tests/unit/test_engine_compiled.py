@@ -1,8 +1,10 @@
 """The compiled kernels against torch's own operations, on shapes that fit no vector."""
 
-import os
+import dataclasses
 import platform
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freewheel.engine.compiled import build
-from freewheel.engine.compiled.build import CompileError, library
+from freewheel.engine.compiled.build import CompileError, load
 from freewheel.engine.compiled.kernels import Kernels
+from freewheel.engine.compiled.step import CompiledStep
 from freewheel.engine.loading import load_model
+from freewheel.errors import InvariantError
 from tests.unit.engine_models import (
     CONFIGS,
+    FAST,
     config,
     make_engine,
     make_model,
@@ -31,26 +36,31 @@ SIZES = st.integers(1, 70)
 
 
 @pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64"])
-def kernels(request, tmp_path_factory) -> Kernels:
+def kernels(request, tmp_path_factory):
     """Of this processor, and with the shorter vectors of older ones."""
-    if request.param == "native":
-        return Kernels(num_threads=2)
+    with pytest.MonkeyPatch.context() as patch:
+        # Small products, too, are shared by the threads.
+        patch.setattr("freewheel.engine.compiled.kernels._MIN_OPERATIONS", 0)
+        yield _kernels(request.param, tmp_path_factory)
+
+
+def _kernels(kind, tmp_path_factory):
+    if kind == "native":
+        return Kernels(num_threads=3)
     if platform.machine() != "x86_64" or "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("not a processor that has these vectors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FREEWHEEL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setitem(build._NATIVE, "x86_64", f"-march={request.param}")
-        return Kernels(num_threads=2)
+        patch.setitem(build._NATIVE, "x86_64", f"-march={kind}")
+        return Kernels(num_threads=3)
 
 
 def test_vectors_are_as_long_as_the_processor_s(kernels, request):
-    width = kernels.pack(torch.ones(1, 1)).num_weights
-    assert (
-        width
-        in {"native": {8, 16, 32}, "x86-64-v3": {16}, "x86-64": {8}}[
-            request.node.callspec.params["kernels"]
-        ]
-    )
+    kind = request.node.callspec.params["kernels"]
+    flags = Path("/proc/cpuinfo").read_text()
+    native = 32 if "avx512f" in flags else 16 if "avx" in flags else 8
+    expected = {"native": native, "x86-64-v3": 16, "x86-64": 8}[kind]
+    assert kernels.pack(torch.ones(1, 1)).num_weights == expected
 
 
 def _random(*shape, seed=0):
@@ -96,6 +106,42 @@ def test_a_row_s_result_does_not_depend_on_the_others(kernels):
         assert torch.equal(kernels.apply(panels, x[:count]), whole[:count])
 
 
+def test_a_matrix_that_lies_otherwise_is_packed_right(kernels):
+    x, weight = _random(3, 5), _random(5, 9, seed=1)
+    torch.testing.assert_close(kernels.apply(kernels.pack(weight.T), x), x @ weight)
+    gated = kernels.apply(kernels.pack_gated(weight.T, weight.T), x)
+    torch.testing.assert_close(gated, F.silu(x @ weight) * (x @ weight))
+
+
+def test_no_product_on_the_way_is_too_large(kernels):
+    one, x = torch.ones(1, 1), torch.tensor([[-80.0]])
+    up = -1.25e35 * one
+    y = kernels.apply(kernels.pack_gated(one, up), x)
+    torch.testing.assert_close(y, F.silu(x) * (x @ up.T), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_settled_model_s_steps_are_the_kernels_own(name, tmp_path):
+    engine = make_engine(name, tmp_path)
+    run(engine, [request("a", [5, 6])])
+    assert isinstance(engine._decoder._step, CompiledStep)
+
+
+def test_a_step_of_other_shapes_is_refused(tmp_path):
+    engine = make_engine("llama_tied", tmp_path)
+    run(engine, [request("a", [5, 6])])
+    decoder = engine._decoder
+    weights = decoder._model_weights()
+    for changes in (
+        {"num_heads": weights.num_heads + 1},
+        {"norm": torch.ones(3)},
+        {"head": weights.layers[0].down},
+        {"embed": weights.embed[:, 1:]},
+    ):
+        with pytest.raises(InvariantError, match="do not belong together"):
+            CompiledStep(decoder.kernels, dataclasses.replace(weights, **changes))
+
+
 @pytest.mark.parametrize("apart_below", [0, 1 << 30])
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3"])
 def test_threads_share_a_step_by_rows_or_by_outputs(name, apart_below, tmp_path, monkeypatch):
@@ -132,44 +178,101 @@ def _with_head_dim(dim):
     return type(CONFIGS["llama_tied"])(**(CONFIGS["llama_tied"].to_dict() | shape))
 
 
-def test_the_library_is_made_once_and_whole(tmp_path, monkeypatch):
-    monkeypatch.setenv("FREEWHEEL_CACHE", str(tmp_path))
-    made = library()
-    written = made.stat().st_mtime_ns
-    assert library() == made
-    assert made.stat().st_mtime_ns == written
-    assert [path.name for path in made.parent.iterdir()] == [made.name]
-    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-O1"))
-    assert library() != made
-
-
-def test_without_a_compiler_the_engine_is_slower_and_says_so(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FREEWHEEL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/kernels"
+
+
+def _compiler(path, script):
+    """A program that says which it is, and then does this."""
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo {path.name}\n{script}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_the_library_is_made_once_and_whole(cache, monkeypatch):
+    load()
+    (made,) = cache.iterdir()
+    written = made.stat().st_mtime_ns
+    load()
+    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [written]
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-O1"))
+    load()
+    assert len(list(cache.iterdir())) == 2
+
+
+LOAD = "from freewheel.engine.compiled.build import load; load()"
+"""For another process: what one has loaded it keeps, whatever becomes of the file."""
+
+
+def test_processes_that_compile_at_once_do_not_disturb_each_other(cache):
+    processes = [subprocess.Popen([sys.executable, "-c", LOAD]) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_without_a_compiler_the_engine_is_slower_and_says_so(cache, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CompileError, match="no-such-compiler"):
-        library()
+        load()
     assert load_model(config(), save("llama_tied", tmp_path)).decoder.kernels is None
     assert "without compiled kernels" in caplog.text
     assert "no-such-compiler" in caplog.text
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path, monkeypatch):
-    compiler = tmp_path / "broken"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no OpenMP" >&2\nexit 1\n')
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("FREEWHEEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", os.fspath(compiler))
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(cache, tmp_path, monkeypatch):
+    # Its words are in no character set.
+    broken = _compiler(tmp_path / "broken", "printf 'no OpenMP \\303' >&2; exit 1")
+    monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(CompileError, match="no OpenMP"):
-        library()
-    assert not list((tmp_path / "cache" / "kernels").iterdir())
+        load()
+    assert not list(cache.iterdir())
 
 
-def test_a_library_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("FREEWHEEL_CACHE", str(tmp_path / "cache"))
-    made = library()
+def test_the_next_compiler_is_tried(cache, tmp_path, monkeypatch):
+    broken = _compiler(tmp_path / "broken", "exit 1")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_COMPILERS", (str(broken), *build._COMPILERS))
+    assert load().fw_panel_width() > 0
+
+
+def test_a_compiler_may_be_named_with_its_options(cache, tmp_path, monkeypatch):
+    wrapper = _compiler(tmp_path / "wrapper", 'shift; exec c++ "$@"')
+    monkeypatch.setenv("CXX", f"'{wrapper}' --wrapped")
+    assert load().fw_panel_width() > 0
+
+
+def test_a_damaged_library_is_made_anew(cache, tmp_path, caplog):
+    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=120)
+    (made,) = cache.iterdir()
     made.write_bytes(b"")
+    assert load_model(config(), save("llama_tied", tmp_path)).decoder.kernels is not None
+    assert made.stat().st_size > 1000
+    assert not caplog.text
+
+
+def test_what_cannot_be_loaded_is_named(cache, tmp_path, monkeypatch, caplog):
+    empty = _compiler(tmp_path / "empty", 'while [ "$1" != -o ]; do shift; done; : > "$2"')
+    monkeypatch.setenv("CXX", str(empty))
     assert load_model(config(), save("llama_tied", tmp_path)).decoder.kernels is None
-    assert f"{made} cannot be loaded" in caplog.text
+    assert "cannot be loaded" in caplog.text
+
+
+def test_a_cache_that_may_not_be_looked_at_is_done_without(cache, tmp_path, monkeypatch, caplog):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(CompileError, match="Permission denied"):
+        load()
+
+
+def test_no_code_is_taken_from_where_others_could_put_it(cache):
+    load()
+    cache.chmod(0o777)
+    with pytest.raises(CompileError, match="another user could put code there"):
+        load()
 
 
 def test_without_any_place_to_keep_them_there_are_none(tmp_path, monkeypatch, caplog):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,30 @@ def test_a_change_of_the_folder_is_seen(inspections, tmp_path):
     (folder / "tokenizer_config.json").unlink()
     assert not known(folder).has_tokenizer
     assert len(inspections) == 3
+
+
+def test_a_folder_that_changes_meanwhile_is_not_remembered(cache, tmp_path, monkeypatch):
+    folder = save("llama_tied", tmp_path / "model")
+
+    def slowly(folder, **options):
+        (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+        return inspect_folder(folder, **options)
+
+    monkeypatch.setattr("freewheel.engine.inspection.inspect_folder", slowly)
+    assert 5 in known(folder).eos_token_ids
+    assert not cache.exists()
+
+
+def test_facts_that_are_no_plain_data_are_not_remembered(cache, tmp_path, monkeypatch, caplog):
+    folder = save("llama_tied", tmp_path / "model")
+
+    def odd(folder, **options):
+        facts = inspect_folder(folder, **options)
+        return replace(facts, llama=replace(facts.llama, rope_scale=torch.tensor(1.0)))
+
+    monkeypatch.setattr("freewheel.engine.inspection.inspect_folder", odd)
+    assert known(folder).has_tokenizer
+    assert "cannot be written" in caplog.text
 
 
 def test_other_releases_look_anew(inspections, tmp_path, monkeypatch):

@@ -8,7 +8,10 @@ from freewheel.errors import CheckpointError, FreewheelError, StalledError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call. `overdue` is raised at the limit; without it the caller looks after the limit."""
+    """One call. `overdue` ends the run if a replaced trainer, too, is not done at the limit.
+
+    Without it the caller looks after the limit.
+    """
 
     waiter: str
     what: str

@@ -112,7 +112,8 @@ class AsyncEngine:
         Raises:
             RolloutError: a request was refused (`over_long_prompt`, `bad_prompt`), or the model
                 gave logits that are not finite (`engine`).
-            ConfigError: sampling parameters that cannot be used.
+            ConfigError: sampling parameters that cannot be used, or a tokenizer, needed for stop
+                strings, that cannot be loaded.
             ReplicaLostError: the engine's thread has ended.
         """
         engine = self._alive()
@@ -120,6 +121,8 @@ class AsyncEngine:
             engine.check(request)
         if not requests:
             return []
+        if engine.lacks_tokenizer(requests):
+            await asyncio.to_thread(engine.load_tokenizer)  # others decode meanwhile
         call = _Generate(requests=requests, future=self._future())
         self._post(call)
         try:

@@ -1,8 +1,8 @@
 """What is known of a model from an earlier start, so that a replica needs no transformers to start.
 
 Kept in the cache folder, in a file whose name is a digest of all that the facts come from: the
-small files of the model's folder, the releases of the libraries, and the code that reads them. So
-nothing in it is ever out of date; what is damaged is read anew.
+small files of the model's folder, the releases of the libraries, and the code that reads them. So a
+change of one of these is seen; what is damaged is read anew.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def facts_of(model_path: Path, *, trust_remote_code: bool) -> ModelFacts:
     from freewheel.engine.inspection import inspect_folder  # imports transformers' models
 
     facts = inspect_folder(model_path, trust_remote_code=trust_remote_code)
-    if kept is not None:
+    if kept is not None and kept == _place(model_path):  # else the folder changed meanwhile
         _keep(kept, facts)
     return facts
 
@@ -75,5 +75,5 @@ def _keep(path: Path, facts: ModelFacts) -> None:
     try:
         make_folder(path.parent)
         write_atomic(path, json.dumps(facts.to_json()), durable=False)
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # or a model's facts are no plain data
         logger.warning("%s: cannot be written, each start will be slower: %s", path, error)

@@ -4,7 +4,8 @@ T tokens of all requests together, decoded and prefilled alike, run flat through
 so nothing is padded. H query heads, K key-value heads, D head dimension.
 
 Where there are compiled kernels a step is one call of theirs, from the moment that all weights are
-packed for them; until then, and elsewhere, it is made of torch's operations.
+packed for them; until then it is made of torch's operations and single products of theirs, and
+elsewhere of torch's.
 
 Query and key rows are stored permuted, so that the two numbers that the rotary embedding turns
 stand side by side: one complex product turns them all. Attention scores do not change, since

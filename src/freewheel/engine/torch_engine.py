@@ -122,10 +122,24 @@ class TorchEngine:
             can_detect_strings=self._stopper.can_detect_strings,
         )
 
+    def lacks_tokenizer(self, requests: Iterable[GenerationRequest]) -> bool:
+        """Whether `load_tokenizer` is due before these requests, that `check` passed."""
+        return not self._stopper.is_ready and any(request.sampling.stop for request in requests)
+
+    def load_tokenizer(self) -> None:
+        """Get ready for stop strings. Any thread may call.
+
+        Raises:
+            ConfigError: the tokenizer cannot be loaded.
+        """
+        self._stopper.prepare()
+
     def add(self, request: GenerationRequest) -> None:
         """Take a request in that `check` passed. Its id must not be in the engine."""
         if self._scheduler.find(request.request_id) is not None:
             raise InvariantError(f"request {request.request_id} is in the engine already")
+        if self.lacks_tokenizer([request]):
+            self.load_tokenizer()
         self._scheduler.add(Request.of(request))
 
     @torch.inference_mode()

@@ -41,17 +41,10 @@ _MAYBE_OF_ANOTHER = (FreewheelError, StartupError)
 """What an error of torch.distributed becomes at the boundary, in a call and in a start."""
 
 
-class RayReplica:
-    """Protocol `Replica` over a `ReplicaActor`."""
+class _OneProcess:
+    """What replica and rollout worker have in common."""
 
-    def __init__(self, replica_id: int, process: RemoteProcess) -> None:
-        self._replica_id = replica_id
-        self.process = process
-
-    @property
-    def replica_id(self) -> int:
-        """Number of the replica."""
-        return self._replica_id
+    process: RemoteProcess
 
     @property
     def pid(self) -> int | None:
@@ -62,6 +55,27 @@ class RayReplica:
     def waiting_for(self) -> str:
         """What a start in progress waits for."""
         return self.process.waiting_for
+
+    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
+        """Reports of the process's blocked loops."""
+        return await self.process.watch(after, wait_s)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+
+
+class RayReplica(_OneProcess):
+    """Protocol `Replica` over a `ReplicaActor`."""
+
+    def __init__(self, replica_id: int, process: RemoteProcess) -> None:
+        self._replica_id = replica_id
+        self.process = process
+
+    @property
+    def replica_id(self) -> int:
+        """Number of the replica."""
+        return self._replica_id
 
     async def start(self) -> None:
         """Place the process and build the engine."""
@@ -85,16 +99,8 @@ class RayReplica:
         """Counters of the engine."""
         return await self.process.call("stats")
 
-    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
-        """Reports of the process's blocked loops."""
-        return await self.process.watch(after, wait_s)
 
-    def kill(self) -> None:
-        """End the process at once."""
-        self.process.kill()
-
-
-class RayRolloutWorker:
+class RayRolloutWorker(_OneProcess):
     """Protocol `RolloutWorker` over a `RolloutWorkerActor`."""
 
     def __init__(self, worker_id: int, process: RemoteProcess) -> None:
@@ -105,16 +111,6 @@ class RayRolloutWorker:
     def worker_id(self) -> int:
         """Number of the worker."""
         return self._worker_id
-
-    @property
-    def pid(self) -> int | None:
-        """Process id on its node, once it runs."""
-        return self.process.pid
-
-    @property
-    def waiting_for(self) -> str:
-        """What a start in progress waits for."""
-        return self.process.waiting_for
 
     async def start(self) -> dict[Split, DatasetInfo]:
         """Place the process, open the data, import the user's code."""
@@ -138,14 +134,6 @@ class RayRolloutWorker:
             outcomes=await self.process.answer(outcomes, "run_group"),
             payload=payload if request.purpose is Purpose.TRAINING else None,
         )
-
-    async def watch(self, after: int, wait_s: float) -> list[LoopReport]:
-        """Reports of the process's blocked loops."""
-        return await self.process.watch(after, wait_s)
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self.process.kill()
 
 
 class RayTrainer:

@@ -1,22 +1,30 @@
 """Compiles `kernels.cpp` for this processor, once: the library lies in the cache folder.
 
-Its name says what it was made from: source, compiler and processor. So machines that share a cache
-folder never load each other's, and a new compiler or release makes a new one.
+Its name is a digest of what it was made from: source, compiler and processor. So machines that
+share a cache folder load only what was made for a processor, and by a compiler, like theirs.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from freewheel.files import sync_folder
 from freewheel.models import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-COMPILE_TIMEOUT_S = 300.0
+COMPILE_TIMEOUT_S = 120.0
 """It takes about 3 s; past this limit the machine is not able to do it."""
+_ASK_TIMEOUT_S = 20.0
+"""For a compiler to say which one it is."""
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=gnu++17", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
@@ -27,40 +35,71 @@ class CompileError(Exception):
     """There are no kernels here; the message says why."""
 
 
-def library() -> Path:
-    """The compiled kernels; compiles them if they are not in the cache.
+def load() -> Any:
+    """The kernels, loaded; compiled if they are not in the cache, or are damaged there.
 
     Raises:
-        CompileError: no compiler is found ($CXX, else c++, g++ or clang++), or it fails.
+        CompileError: no compiler is found ($CXX, else c++, g++ or clang++), all of them fail, or
+            what they make cannot be loaded.
     """
-    command = [_compiler(), *_FLAGS, *_native_flag()]
+    problems: list[str] = []
+    for command in _commands():
+        try:
+            return _load(command)
+        except (CompileError, OSError) as error:
+            problems.append(str(error))
+    raise CompileError("; ".join(problems))
+
+
+def _load(command: list[str]) -> Any:
+    """With one compiler. What is in the cache and cannot be loaded is made anew."""
     target = _cache() / f"kernels-{_fingerprint(command)}.so"
     if target.is_file():
-        return target
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError:
+            target.unlink()
+    _compile(command, target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise CompileError(f"{target} cannot be loaded: {error}") from error
+
+
+def _compile(command: list[str], target: Path) -> None:
+    try:
         with tempfile.TemporaryDirectory(prefix=".compile-", dir=target.parent) as folder:
             made = Path(folder) / target.name
-            _run([*command, "-o", str(made), str(SOURCE)])
+            _run([*command, "-o", str(made), str(SOURCE)], COMPILE_TIMEOUT_S)
+            sync_folder(made)
             made.replace(target)
     except OSError as error:
         raise CompileError(f"{target} cannot be written: {error}") from error
-    return target
 
 
 def _cache() -> Path:
+    """The folder, which nobody else may write to: what lies in it is run."""
     try:
-        return cache_folder() / "kernels"
+        folder = cache_folder() / "kernels"
     except RuntimeError as error:  # there is no home folder
         raise CompileError(f"no cache folder: {error} (set $FREEWHEEL_CACHE)") from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
+        raise CompileError(f"{folder}: another user could put code there (set $FREEWHEEL_CACHE)")
+    return folder
 
 
-def _compiler() -> str:
-    named = os.environ.get("CXX")
-    for name in (named,) if named else _COMPILERS:
-        if (found := shutil.which(name)) is not None:
-            return found
-    raise CompileError(f"no C++ compiler: looked for {named or ', '.join(_COMPILERS)}")
+def _commands() -> Iterator[list[str]]:
+    """How each compiler that is here is called, as far as that does not depend on the files."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    wanted = [named] if named else [[name] for name in _COMPILERS]
+    found = [[path, *rest] for name, *rest in wanted if (path := shutil.which(name)) is not None]
+    if not found:
+        names = ", ".join(name for name, *_ in wanted)
+        raise CompileError(f"no C++ compiler: looked for {names}")
+    for compiler in found:
+        yield [*compiler, *_FLAGS, *_native_flag()]
 
 
 def _native_flag() -> list[str]:
@@ -70,7 +109,7 @@ def _native_flag() -> list[str]:
 
 def _fingerprint(command: list[str]) -> str:
     """Digest of all that decides what the compiler makes."""
-    version = _run([command[0], "--version"])
+    version = _run([command[0], "--version"], _ASK_TIMEOUT_S)
     parts = [*command, version, _processor(), SOURCE.read_text()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -85,7 +124,7 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(kept))
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], timeout_s: float) -> str:
     """Run a compiler to its end; returns what it printed."""
     try:
         done = subprocess.run(
@@ -94,12 +133,13 @@ def _run(command: list[str]) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=COMPILE_TIMEOUT_S,
+            errors="replace",
+            timeout=timeout_s,
         )
     except subprocess.CalledProcessError as error:
         raise CompileError(f"{command[0]} failed: {error.stderr.strip()[-2000:]}") from error
     except subprocess.TimeoutExpired as error:
-        raise CompileError(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from error
+        raise CompileError(f"{command[0]} took longer than {timeout_s:.0f} s") from error
     except OSError as error:
         raise CompileError(f"{command[0]} cannot be run: {error}") from error
     return done.stdout

@@ -13,7 +13,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Numbers of a vector, and rows of a tile: 2 MR sums and 3 more fill the registers. */
+/* Numbers of a vector, and rows of a tile: 2 MR sums and 3 more are in use
+ * at a time. */
 #if defined(__AVX512F__)
 constexpr int VL = 16, MR = 12, WIDTH = 4;
 #elif defined(__AVX__)
@@ -170,7 +171,7 @@ static void multiply_block(index_t m, index_t K, const float *a, const float *b,
 static void finish_gated(vec c[MR][2], index_t row, index_t m, index_t first, index_t width,
                          float *y, index_t stride, int mode) {
   for (index_t i = 0; i < m; i++) {
-    vec gate = c[i][0], value = gate * c[i][1] / (all(1.0f) + exponential(-gate));
+    vec gate = c[i][0], value = gate / (all(1.0f) + exponential(-gate)) * c[i][1];
     if (mode == GATE_TO_BLOCKS)
       for (index_t j = 0; j < width; j++) y[row * stride + (first + j) * m + i] = value[j];
     else
@@ -445,6 +446,14 @@ static void run_head(const model_t &model, const float *x, const index_t *which,
 extern "C" {
 
 int fw_panel_width() { return NR; }
+
+/* What the caller must agree on: room for scores, and the sizes of what it fills. */
+int fw_agreed(int which) {
+  const int agreed[] = {MAX_QUERIES,     VL,              sizeof(linear_t),
+                        sizeof(layer_t), sizeof(model_t), sizeof(store_t),
+                        sizeof(row_t),   sizeof(step_t),  sizeof(scratch_t)};
+  return agreed[which];
+}
 
 /* Bring a matrix (N, K) into panels. With `other`, each panel has VL rows of either. */
 void fw_pack(const float *matrix, const float *other, index_t N, index_t K, float *to,

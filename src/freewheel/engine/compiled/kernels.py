@@ -3,12 +3,11 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from freewheel.engine.compiled.build import CompileError, library
+from freewheel.engine.compiled.build import load
 
 _MIN_OPERATIONS = 20_000_000
 """Multiplications and additions below which a second thread costs more than it gains."""
@@ -16,6 +15,16 @@ _MIN_OPERATIONS = 20_000_000
 _STORE, _ADD, _GATE = range(3)
 
 _int, _pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "fw_pack": (_pointer, _pointer, _int, _int, _pointer, ctypes.c_int),
+    "fw_linear": (
+        *(_pointer, _pointer, _int, _pointer, _pointer, _pointer, _int),
+        *(ctypes.c_int, ctypes.c_int),
+    ),
+    "fw_step": (_pointer, _pointer, _pointer, _pointer, ctypes.c_int, ctypes.c_int),
+}
 
 
 class LinearStruct(ctypes.Structure):
@@ -50,18 +59,15 @@ class Kernels:
 
     Args:
         num_threads: threads that a call may use.
-        path: the library; unset: the one for this processor, compiled if need be.
 
     Raises:
         CompileError: it cannot be compiled, or not be loaded.
     """
 
-    def __init__(self, num_threads: int, path: Path | None = None) -> None:
-        path = path or library()
-        try:
-            self.lib: Any = ctypes.CDLL(str(path))  # its functions have no types
-        except OSError as error:
-            raise CompileError(f"{path} cannot be loaded: {error}") from error
+    def __init__(self, num_threads: int) -> None:
+        self.lib = load()
+        for name, types in _ARGUMENTS.items():
+            getattr(self.lib, name).argtypes = types
         self._num_threads = num_threads
         self._width: int = self.lib.fw_panel_width()
 
@@ -116,6 +122,8 @@ class Kernels:
         self, matrix: torch.Tensor, other: torch.Tensor | None, num_panels: int
     ) -> torch.Tensor:
         num_inputs = matrix.shape[1]
+        matrix = matrix.contiguous()
+        other = other if other is None else other.contiguous()
         packed = torch.empty(num_panels * num_inputs * self._width)
         self.lib.fw_pack(
             _pointer(matrix.data_ptr()),

@@ -15,14 +15,14 @@ import torch
 from freewheel.engine.compiled.kernels import Kernels, LinearStruct, Panels
 from freewheel.engine.decoder import ChunkInput, DecodeInput
 from freewheel.engine.kv import KVRows
+from freewheel.errors import InvariantError
 
 _APART_MAX_WEIGHTS = 4_000_000
 """Up to this size threads take rows of their own through all layers: they meet once a step, and
 each reads all weights, which stay in its cache. Larger models they compute together."""
 
-_MAX_QUERIES = 4
-_MAX_VECTOR = 16
-"""Bounds of the kernels' own constants, for the room they need."""
+_ROW_BYTES = 5 * 8
+"""Of `row_t`, five numbers."""
 
 _int, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -116,10 +116,17 @@ class ModelWeights:
 
 
 class CompiledStep:
-    """Computes steps under weights that stay as they are while it is in use."""
+    """Computes steps under weights that stay as they are while it is in use.
+
+    Raises:
+        InvariantError: the weights' shapes do not belong together, or the kernels were not made for
+            this code.
+    """
 
     def __init__(self, kernels: Kernels, weights: ModelWeights) -> None:
+        _check(weights)
         self._kernels, self._weights = kernels, weights
+        self._num_queries, self._vector = _agreed(kernels)
         layers = [_layer_struct(layer) for layer in weights.layers]
         self._layers = (_Layer * len(layers))(*layers)
         first = weights.layers[0]
@@ -192,13 +199,61 @@ class CompiledStep:
             count * self._hidden,
             count * self._qkv_width,
             count * self._width,
-            num_threads * _MAX_QUERIES * (columns + _MAX_VECTOR),
+            num_threads * self._num_queries * (columns + self._vector),
         ]
         if sum(sizes) > len(self._room):
             self._room = torch.empty(sum(sizes))
         offsets = np.cumsum([0, *sizes[:-1]]) * self._room.itemsize + self._room.data_ptr()
         x, blocks, qkv, wide, scores = offsets.tolist()
         return _Scratch(x, blocks, qkv, wide, scores, self._width, columns)
+
+
+def _agreed(kernels: Kernels) -> tuple[int, int]:
+    """Query heads and numbers for which the kernels need room in their scores."""
+    structs = (LinearStruct, _Layer, _Model, _Store, None, _Step, _Scratch)
+    ours = [_ROW_BYTES if struct is None else ctypes.sizeof(struct) for struct in structs]
+    queries, vector, *theirs = (kernels.lib.fw_agreed(i) for i in range(2 + len(ours)))
+    if ours != theirs:
+        raise InvariantError(f"structures of {ours} bytes, but the kernels' have {theirs}")
+    return queries, vector
+
+
+def _check(weights: ModelWeights) -> None:
+    """The kernels look at no bound: what does not belong together must not reach them."""
+    heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
+    hidden, inner = weights.embed.shape[1], weights.layers[0].gate_up.num_outputs
+    shapes = {"head": (weights.head, hidden, len(weights.embed))}
+    sizes = {"norm": (weights.norm, hidden), "turns": (weights.turns[0], dim // 2)}
+    for i, layer in enumerate(weights.layers):
+        shapes |= {
+            f"layer {i} qkv": (layer.qkv, hidden, (heads + 2 * kv_heads) * dim),
+            f"layer {i} out": (layer.out, heads * dim, hidden),
+            f"layer {i} gate_up": (layer.gate_up, hidden, inner),
+            f"layer {i} down": (layer.down, inner, hidden),
+        }
+        sizes |= {
+            f"layer {i} norm_in": (layer.norm_in, hidden),
+            f"layer {i} norm_mlp": (layer.norm_mlp, hidden),
+        }
+        if layer.norm_q is not None and layer.norm_k is not None:
+            sizes |= {
+                f"layer {i} norm_q": (layer.norm_q, dim),
+                f"layer {i} norm_k": (layer.norm_k, dim),
+            }
+    problems = [
+        f"{name} is {(panels.struct.inputs, panels.num_outputs)}, not {(inputs, outputs)}"
+        for name, (panels, inputs, outputs) in shapes.items()
+        if (panels.struct.inputs, panels.num_outputs) != (inputs, outputs)
+    ]
+    problems += [
+        f"{name} has {tensor.numel()} numbers, not {size}"
+        for name, (tensor, size) in sizes.items()
+        if tensor.numel() != size or not tensor.is_contiguous()
+    ]
+    if heads % kv_heads or dim % 2:
+        problems.append(f"{heads} heads of {dim} for {kv_heads} of keys")
+    if problems:
+        raise InvariantError(f"weights that do not belong together: {'; '.join(problems[:4])}")
 
 
 def _layer_struct(layer: LayerWeights) -> _Layer:
