@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from freewheel.backends.ray.actors import Published
 from freewheel.backends.ray.proxies import RayTrainer
 from freewheel.errors import (
     FreewheelError,
@@ -31,6 +32,7 @@ class Rank:
         self.waiting_for = ""
         self.is_killed = False
         self.num_cancelled = 0
+        self.sent = []
         self._does, self._error, self._delay_s, self._answer = does, error, delay_s, answer
 
     async def place(self):
@@ -47,7 +49,7 @@ class Rank:
             raise
 
     def submit(self, method, *args, num_returns=1):
-        assert num_returns == 2
+        self.sent.append((method, *args))
         return f"{method} on {self.name}", "ref"
 
     async def answer(self, ref, method):
@@ -147,6 +149,23 @@ async def test_one_rank_alone_has_no_other_cause():
 
 
 async def test_answers_come_by_rank():
-    trainer = RayTrainer([Rank("trainer-0", delay_s=0.02), Rank("trainer-1", answer=0)], grace_s=5)
+    about = [Published(num_bytes=5), Published(num_bytes=0)]
+    first, second = Rank("trainer-0", delay_s=0.02, answer=about[0]), Rank("1", answer=about[1])
+    trainer = RayTrainer([first, second], grace_s=5)
     assert (await trainer.publish(3)).num_bytes == 5
-    assert await trainer.train_step("request") == 5
+    assert await trainer.train_step("request") == about[0]
+
+
+async def test_weights_in_the_memory_of_rank_0_are_dropped_there_unless_it_is_gone():
+    first = Rank("trainer-0", answer=Published(num_bytes=5, publication=8))
+    second = Rank("trainer-1", answer=Published(num_bytes=0))
+    trainer = RayTrainer([first, second], grace_s=5)
+    for version in (3, 4):
+        weights = await trainer.publish(version)
+        del weights
+        assert first.sent[-1] == ("drop_weights", 8)
+        assert len(second.sent) == version - 2
+    weights = await trainer.publish(5)
+    trainer.kill()
+    del weights
+    assert first.sent[-1] == ("publish", 5)

@@ -53,8 +53,9 @@ async def test_an_environment_may_go_on_without_its_tool(bench, tool):
         outcome = await run_one(at)
         assert time.monotonic() - began_s < LIMIT_S + 2
         assert (outcome.failure, outcome.reward) == (None, 0.5)
-        assert (at.worker.num_leaked == 1) == (tool != "tool_that_waits")
-        user.RELEASE.set()
+        if tool != "tool_that_waits":  # which ends when it is asked to, though not at once
+            assert at.worker.num_leaked == 1
+            user.RELEASE.set()
         await until(lambda: at.worker.num_leaked == 0)
 
 
