@@ -9,11 +9,12 @@ VLLM_BIN := $(VLLM_VENV)/bin
 
 install: $(VENV)/.installed
 
-# torch comes first and by its pin, so that nothing else chooses another build of it.
+# torch comes first and by its pin, so that nothing else chooses another build of it. Modules are
+# compiled when they are first imported: most never are, and pip would take as long again for them.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: install

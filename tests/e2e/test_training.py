@@ -288,7 +288,6 @@ def test_a_stop_ends_the_process_within_its_limit(tmp_path, number, code, limit_
     assert finished.code == code, finished.err
     assert live.left_over() == []
     assert (finished.summary["status"], finished.summary["exit_code"]) == ("stopped", code)
-    assert audit(finished.folder) == []
 
 
 def test_a_non_finite_loss_ends_the_run_with_its_cause(tmp_path):

@@ -12,22 +12,25 @@ from tests.e2e.runs import start
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_trainer_that_stops_or_dies_is_replaced_and_catches_up(tmp_path, number):
-    changes = quick(trainer={"total_training_steps": 60, "save_freq": 20})
+def test_trainers_that_die_or_stop_are_replaced_and_catch_up(tmp_path):
+    changes = quick(trainer={"total_training_steps": 60, "save_freq": 15})
     changes["health"] |= {"train_step_timeout_s": 6, "sync_timeout_s": 6}
     live = start(tmp_path, changes)
-    live.wait_for_event("weights_published", count=30)
-    workers(live, "Trainer")[0].send_signal(number)
-    live.wait_for_event("worker_lost", timeout_s=6 + LATE_S)
+    live.wait_for_event("weights_published", count=20)
+    workers(live, "Trainer")[0].kill()
     live.wait_for_event("trainer_replayed", timeout_s=90)
+    live.wait_for_event("weights_published", count=40)
+    workers(live, "Trainer")[0].send_signal(signal.SIGSTOP)
+    live.wait_for_event("worker_lost", count=2, timeout_s=6 + LATE_S)
+    live.wait_for_event("trainer_replayed", count=2, timeout_s=90)
     finished = live.finish()
     assert finished.code == 0, finished.err
     assert live.left_over() == []
-    (event,) = finished.events("trainer_replayed")
-    assert event["from_step"] == 20
-    assert event["to_step"] >= 28
-    assert finished.summary["restarts"] == 1
+    killed, stopped = finished.events("trainer_replayed")
+    assert (killed["from_step"], stopped["from_step"]) == (15, 30)
+    assert killed["to_step"] >= 18
+    assert stopped["to_step"] >= 36
+    assert finished.summary["restarts"] == 2
     assert finished.summary["steps"] == 60
     assert finished.summary["samples"]["trained"] == 60 * 4 * 4
     assert [row["step"] for row in finished.rows("metrics")] == list(range(1, 61))

@@ -11,12 +11,15 @@ from freewheel.rollout import Episode, RewardResult
 from freewheel.rollout.environment import SingleTurn
 
 
-class NeverReturns(SingleTurn):
-    """One rollout of the third group never returns."""
+class Hangs(SingleTurn):
+    """One rollout of the third group never returns, one of the 15th swallows every cancellation."""
 
     async def run(self, episode: Episode) -> RewardResult:
         if episode.sample_id == "2-1":
             await asyncio.Event().wait()
+        while episode.sample_id == "14-1":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
         return await super().run(episode)
 
 
@@ -45,13 +48,3 @@ def _hold_the_lock_once(marker: Path) -> None:
     if not marker.exists():
         marker.touch()
         ctypes.PyDLL(None).sleep(60)
-
-
-class IgnoresCancellation(SingleTurn):
-    """One rollout of the third group swallows every cancellation."""
-
-    async def run(self, episode: Episode) -> RewardResult:
-        while episode.sample_id == "2-1":
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(3600)
-        return await super().run(episode)
