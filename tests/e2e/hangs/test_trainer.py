@@ -17,9 +17,11 @@ def test_trainers_that_die_or_stop_are_replaced_and_catch_up(tmp_path):
     changes["health"] |= {"train_step_timeout_s": 6, "sync_timeout_s": 6}
     live = start(tmp_path, changes)
     live.wait_for_event("weights_published", count=20)
+    live.wait_for_event("checkpoint_saved")
     workers(live, "Trainer")[0].kill()
     live.wait_for_event("trainer_replayed", timeout_s=90)
     live.wait_for_event("weights_published", count=40)
+    live.wait_for_event("checkpoint_saved", count=2)
     workers(live, "Trainer")[0].send_signal(signal.SIGSTOP)
     live.wait_for_event("worker_lost", count=2, timeout_s=6 + LATE_S)
     live.wait_for_event("trainer_replayed", count=2, timeout_s=90)
@@ -27,7 +29,8 @@ def test_trainers_that_die_or_stop_are_replaced_and_catch_up(tmp_path):
     assert finished.code == 0, finished.err
     assert live.left_over() == []
     killed, stopped = finished.events("trainer_replayed")
-    assert (killed["from_step"], stopped["from_step"]) == (15, 30)
+    # The newest checkpoint, which on a slow machine is not yet the one that the trainer cut last.
+    assert 15 <= killed["from_step"] < stopped["from_step"]
     assert killed["to_step"] >= 18
     assert stopped["to_step"] >= 36
     assert finished.summary["restarts"] == 2
