@@ -107,15 +107,19 @@ class LiveRun:
 
     def wait_for_event(self, name: str, *, count: int = 1, timeout_s: float = 90) -> None:
         deadline = time.monotonic() + timeout_s
-        path = self.folder / "events.jsonl"
         while time.monotonic() < deadline:
             self.look()
-            if path.exists() and path.read_text().count(f'"event": "{name}"') >= count:
+            if self.count(name) >= count:
                 return
             if self.process.poll() is not None:
                 break
             time.sleep(0.05)  # noqa: TID251 - a test process without a loop
         raise AssertionError(f"no {count} x {name}: {self._err.read_text()}")
+
+    def count(self, name: str) -> int:
+        """How many events of a name there are so far."""
+        path = self.folder / "events.jsonl"
+        return path.read_text().count(f'"event": "{name}"') if path.exists() else 0
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import ctypes
-import os
 import time
-from pathlib import Path
+
+import once
 
 from freewheel.rollout import Episode, RewardResult
 from freewheel.rollout.environment import SingleTurn
@@ -23,28 +23,12 @@ class Hangs(SingleTurn):
         return await super().run(episode)
 
 
-class SleepsOnTheLoop(SingleTurn):
-    """One rollout of the third group blocks the loop that runs user code."""
+class BlocksItsWorker(SingleTurn):
+    """One rollout blocks the loop that runs user code; later one holds the interpreter's lock."""
 
     async def run(self, episode: Episode) -> RewardResult:
         if episode.sample_id == "2-1":
             time.sleep(60)  # noqa: TID251, ASYNC251 - what is tested
+        if episode.sample_id == "16-1" and once.claim("held"):
+            ctypes.PyDLL(None).sleep(60)  # in native code, with the interpreter's lock
         return await super().run(episode)
-
-
-class HoldsTheLock(SingleTurn):
-    """One rollout of the third group holds the interpreter's lock in native code, the first time.
-
-    The file that `BLOCKED_ONCE` names remembers that it did.
-    """
-
-    async def run(self, episode: Episode) -> RewardResult:
-        if episode.sample_id == "2-1":
-            _hold_the_lock_once(Path(os.environ["BLOCKED_ONCE"]))
-        return await super().run(episode)
-
-
-def _hold_the_lock_once(marker: Path) -> None:
-    if not marker.exists():
-        marker.touch()
-        ctypes.PyDLL(None).sleep(60)

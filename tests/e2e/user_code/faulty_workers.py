@@ -8,9 +8,9 @@ from freewheel.rollout.worker import RolloutWorkerCore
 
 
 class BlocksItsServingLoop(RolloutWorkerCore):
-    """Sleeps on the serving loop over the third group, once."""
+    """Sleeps on the serving loop over one group, once."""
 
     async def run_group(self, request, generator):
-        if request.group_id == 2 and once.claim("blocked"):
+        if request.group_id == 32 and once.claim("blocked"):
             time.sleep(60)  # noqa: TID251, ASYNC251 - what is tested
         return await super().run_group(request, generator)
