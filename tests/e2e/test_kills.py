@@ -1,4 +1,4 @@
-"""A real run, all of its processes killed at once ten times, resumed each time: nothing is lost."""
+"""A real run, all of its processes killed at once, resumed each time: nothing is lost."""
 
 import json
 import random
@@ -27,7 +27,10 @@ CHANGES = {
         "test_freq": 3,
     },
 }
-KINDS = ["start-up"] + ["training"] * 3 + ["writing"] * 4 + ["validation"] * 2
+KINDS = {
+    "three": ["start-up", "writing", "validation"],
+    "ten": ["start-up"] + ["training"] * 3 + ["writing"] * 4 + ["validation"] * 2,
+}
 
 
 def newest_checkpoint(folder):
@@ -43,9 +46,10 @@ def resumed_from(events):
     return next((r["resumed_from"] for r in events.rows() if r["event"] == "run_started"), None)
 
 
-def test_killed_ten_times_at_random_moments_and_resumed(tmp_path):
+@pytest.mark.parametrize("times", ["three", pytest.param("ten", marks=pytest.mark.long)])
+def test_killed_at_random_moments_and_resumed(tmp_path, times):
     rng = random.Random(20)
-    kinds = rng.sample(KINDS, len(KINDS))
+    kinds = rng.sample(KINDS[times], len(KINDS[times]))
     hits, newest = Counter(), None
     folder = tmp_path / "run"
     for number, kind in enumerate(kinds):
@@ -63,8 +67,10 @@ def test_killed_ten_times_at_random_moments_and_resumed(tmp_path):
         if kind != "start-up":
             assert resumed_from(events) == newest
         newest = written
-    assert hits["writing"] >= 2
-    assert hits["validation"] >= 1
+    # A moment may be over just before the kill.
+    assert hits.total() > 0
+    assert hits["writing"] >= kinds.count("writing") // 2
+    assert hits["validation"] >= kinds.count("validation") // 2
     last = Events(folder / "events.jsonl")
     live = resume(folder, python_path=USER_CODE)
     done = live.finish(timeout_s=LIFE_S)

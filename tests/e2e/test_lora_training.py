@@ -5,7 +5,7 @@ from safetensors.numpy import load_file
 
 from tests.e2e.runs import ROOT, Finished, freewheel, resume, start
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("lora")]
 
 CHANGES = {
     "model": {"lora_rank": 4},
@@ -39,6 +39,7 @@ def test_only_the_adapter_is_sent_and_engines_sample_from_what_is_trained(run):
         assert validation["status"] == "complete"
 
 
+@pytest.mark.long
 def test_a_resume_goes_on_with_the_adapter_and_refuses_another(run):
     done = freewheel("resume", str(run.folder), "--from", "4", "model.lora_rank=8")
     assert done.returncode == 7
@@ -49,6 +50,7 @@ def test_a_resume_goes_on_with_the_adapter_and_refuses_another(run):
     check_agreement(went_on)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_an_adapter_is_scored_as_any_model(run, tmp_path):
     checkpoint = run.folder / "checkpoints/step_000008"
     assert (checkpoint / "adapter/adapter_config.json").is_file()

@@ -6,7 +6,7 @@ from ray.cluster_utils import Cluster
 
 from tests.e2e.runs import start
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 
 STEPS = 60
 # 2.1 CPUs in all: more than one of the nodes has, so that both are used.

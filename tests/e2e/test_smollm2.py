@@ -7,7 +7,7 @@ import torch
 
 from freewheel.models import SMOLLM2, resolve_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from tests.e2e.hangs.common import workers
+from tests.e2e.hangs.common import happened_s, workers
 from tests.e2e.runs import LiveRun, start
 
 pytestmark = [
@@ -108,7 +108,7 @@ def test_a_run_outlives_an_engine_that_is_struck_while_it_loads_weights(tmp_path
     run.send(signal.SIGINT)
     finished = run.finish(timeout_s=200)
     assert finished.code == 130, finished.err
-    assert faults.happened_s("struck") > 0
+    assert happened_s(finished, "struck") > 0
     (loss,) = finished.events("worker_lost")
     assert re.search(STRUCK[how], loss["cause"]), loss["cause"]
     assert loss["replaced"]

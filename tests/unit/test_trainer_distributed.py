@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,25 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def run(world_size: int, model: Path, old: Path | None, new: Path, lora_rank: int = 0) -> None:
+LORA_RANKS = (0, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training of two steps, from a checkpoint if there is one."""
+
+    old: Path | None
+    new: Path
+    lora_rank: int
+
+    def argument(self) -> str:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        return f"{address},{self.old or ''},{self.new},{self.lora_rank}"
+
+
+def run(world_size: int, model: Path, *jobs: Job) -> None:
     """Run the ranks to their end; fails with what a failed one said."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    arguments = [str(world_size), address, str(model), str(old or ""), str(new), str(lora_rank)]
+    arguments = [str(world_size), str(model), *(job.argument() for job in jobs)]
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parents[1] / "src")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [
@@ -54,12 +70,28 @@ def exported(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_two_ranks_equal_one_and_share_checkpoints(tmp_path: Path, lora_rank: int) -> None:
+def test_two_ranks_equal_one_and_share_checkpoints(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(1, model, None, one, lora_rank)
-    run(2, model, None, two, lora_rank)
+    for world_size in (1, 2):
+        run(world_size, model, *(Job(None, tmp_path / f"{world_size}-{r}", r) for r in LORA_RANKS))
+    for lora_rank in LORA_RANKS:
+        check_equal(tmp_path / f"1-{lora_rank}", tmp_path / f"2-{lora_rank}", lora_rank)
+
+    # Each goes on from the other's checkpoint.
+    for world_size, other in ((1, 2), (2, 1)):
+        names = [(f"{other}-{r}", f"{world_size}-{r}-on", r) for r in LORA_RANKS]
+        run(world_size, model, *(Job(tmp_path / old, tmp_path / new, r) for old, new, r in names))
+    for lora_rank in LORA_RANKS:
+        before, one, two = (
+            exported(tmp_path / name)
+            for name in (f"1-{lora_rank}", f"1-{lora_rank}-on", f"2-{lora_rank}-on")
+        )
+        np.testing.assert_allclose(one, two, atol=2e-5)
+        assert float(np.abs(one - before).max()) > 1e-4
+
+
+def check_equal(one: Path, two: Path, lora_rank: int) -> None:
+    """Same weights, same metrics, same checkpoint, however many ranks wrote it."""
     np.testing.assert_allclose(exported(one), exported(two), atol=1e-5)
     metrics = [ast.literal_eval((folder / "metrics").read_text()) for folder in (one, two)]
     assert metrics[0].keys() == metrics[1].keys()
@@ -71,10 +103,3 @@ def test_two_ranks_equal_one_and_share_checkpoints(tmp_path: Path, lora_rank: in
         assert single.keys() == sharded.keys()
         for name, array in single.items():
             np.testing.assert_allclose(array, sharded[name], atol=1e-5)
-
-    # Each goes on from the other's checkpoint.
-    one_on, two_on = tmp_path / "one-on", tmp_path / "two-on"
-    run(1, model, two, one_on, lora_rank)
-    run(2, model, one, two_on, lora_rank)
-    np.testing.assert_allclose(exported(one_on), exported(two_on), atol=2e-5)
-    assert float(np.abs(exported(one_on) - exported(one)).max()) > 1e-4

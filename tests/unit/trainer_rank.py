@@ -1,6 +1,9 @@
 """One rank of a sharded trainer, as a program: trains two steps and writes what came out.
 
-python trainer_rank.py RANK WORLD_SIZE INIT_METHOD MODEL CHECKPOINT_IN CHECKPOINT_OUT LORA_RANK
+    python -m tests.unit.trainer_rank RANK WORLD_SIZE MODEL JOB...
+
+One after the other, in one process, as most of its time goes into imports. A JOB is
+`INIT_METHOD,CHECKPOINT_IN,CHECKPOINT_OUT,LORA_RANK`.
 """
 
 import sys
@@ -30,8 +33,13 @@ def training_groups(number: int) -> list[list[Trajectory]]:
     return groups
 
 
-def main(
-    rank: str, world_size: str, init_method: str, model: str, old: str, new: str, lora_rank: str
+def main(rank: str, world_size: str, model: str, *jobs: str) -> None:
+    for job in jobs:
+        train(rank, world_size, model, *job.split(","))
+
+
+def train(
+    rank: str, world_size: str, model: str, init_method: str, old: str, new: str, lora_rank: str
 ) -> None:
     ranks = Ranks(rank=int(rank), world_size=int(world_size), init_method=init_method)
     config = make_config(

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.runs import ROOT, LiveRun, start
+from tests.e2e.runs import ROOT, Finished, LiveRun, start
 
 USER_CODE = ROOT / "tests/e2e/user_code"
 LATE_S = 5
@@ -53,6 +53,7 @@ class Faults:
         self._monkeypatch.setenv("FAULTY_CORES", json.dumps(cores))
         return start(tmp_path, changes, python_path=USER_CODE, module="with_faulty_cores")
 
-    def happened_s(self, fault: str) -> float:
-        """When a fault happened: seconds on the machine's monotonic clock, as events have it."""
-        return float((self._folder / fault).read_text())
+
+def happened_s(run: Finished, fault: str) -> float:
+    """When a fault of a run happened: seconds on the machine's monotonic clock, as events have."""
+    return float((run.folder.parent / "faults" / fault).read_text())

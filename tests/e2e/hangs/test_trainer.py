@@ -39,6 +39,7 @@ def test_trainers_that_die_or_stop_are_replaced_and_catch_up(tmp_path):
     assert [row["step"] for row in finished.rows("metrics")] == list(range(1, 61))
 
 
+@pytest.mark.long
 def test_a_trainer_that_cannot_be_brought_back_costs_the_way_from_the_checkpoint(tmp_path):
     changes = quick(trainer={"total_training_steps": 40, "save_freq": 10})
     changes["health"] |= {"trainer_replay_bytes": 1}
@@ -57,6 +58,7 @@ def test_a_trainer_that_cannot_be_brought_back_costs_the_way_from_the_checkpoint
     assert audit(finished.folder) == []
 
 
+@pytest.mark.long
 def test_an_unwritable_checkpoint_folder_ends_the_run_by_name(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
@@ -97,6 +99,7 @@ def test_a_checkpoint_whose_writing_hangs_ends_the_run_at_its_limit(tmp_path, fa
     assert live.left_over() == []
 
 
+@pytest.mark.long
 def test_a_disk_of_the_control_plane_that_hangs_ends_the_run_at_the_same_limit(tmp_path):
     changes = quick(
         trainer={"total_training_steps": 5000, "save_freq": 4},

@@ -5,7 +5,7 @@ import pytest
 from tests.e2e.hangs.common import LATE_S, USER_CODE
 from tests.e2e.runs import start
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 LIMIT_S = 12
 DUE = 60

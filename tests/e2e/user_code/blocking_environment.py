@@ -1,7 +1,5 @@
-"""Environments that misbehave in training."""
+"""An environment that blocks the process that it runs in."""
 
-import asyncio
-import contextlib
 import ctypes
 import time
 
@@ -9,18 +7,6 @@ import once
 
 from freewheel.rollout import Episode, RewardResult
 from freewheel.rollout.environment import SingleTurn
-
-
-class Hangs(SingleTurn):
-    """One rollout of the third group never returns, one of the 15th swallows every cancellation."""
-
-    async def run(self, episode: Episode) -> RewardResult:
-        if episode.sample_id == "2-1":
-            await asyncio.Event().wait()
-        while episode.sample_id == "14-1":
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(3600)
-        return await super().run(episode)
 
 
 class BlocksItsWorker(SingleTurn):

@@ -1,4 +1,4 @@
-"""`python -m crashing_checkpoint ...`: freewheel that dies as its second checkpoint appears."""
+"""`python -m crashing_checkpoint ...`: freewheel that dies as its third checkpoint appears."""
 
 import os
 import sys
@@ -11,15 +11,15 @@ _move = files.move
 _moved: list[str] = []
 
 
-def die_at_the_second(source: Path, target: Path) -> None:
+def die_at_the_third(source: Path, target: Path) -> None:
     if target.name.startswith("step_"):
         _moved.append(target.name)
-        if len(_moved) == 2:
+        if len(_moved) == 3:
             os._exit(9)
     _move(source, target)
 
 
-files.move = die_at_the_second
+files.move = die_at_the_third
 
 if __name__ == "__main__":
     sys.exit(main())

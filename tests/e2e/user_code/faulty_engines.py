@@ -1,6 +1,7 @@
-"""Engines that answer and yet do nothing."""
+"""Engines that answer and yet do nothing: each replica that comes up has the next fault."""
 
 import asyncio
+import itertools
 import time
 
 import once
@@ -9,10 +10,13 @@ from freewheel.engine import async_engine
 from freewheel.engine.torch_engine import TorchEngine
 
 _LOADS_BEFORE = 3
+_FAULTS = {0: "silent", 2: "stuck", 3: "never-loads"}
+"""By how many replicas were up before. The second one is well: it goes on beside those that fail.
+"""
 
 
-class _Silent(TorchEngine):
-    """From when it is told to, it takes requests and weights, and samples nothing."""
+class _Stoppable(TorchEngine):
+    """From when it is told to, it samples nothing, or never comes back from a step."""
 
     silent = False
     stuck = False
@@ -26,39 +30,28 @@ class _Silent(TorchEngine):
         return super().step()
 
 
-async_engine.TorchEngine = _Silent
+async_engine.TorchEngine = _Stoppable
 
 
-class _Faulty(async_engine.AsyncEngine):
+class FailsInTurn(async_engine.AsyncEngine):
+    """After three loads of weights, one replica goes silent, the next is stuck, the third waits.
+
+    The silent one takes requests and weights and samples nothing. The stuck one's engine never
+    comes back from a step, while its process answers. The fetch of weights of the third never
+    returns.
+    """
+
     num_loads = 0
+    fault = ""
 
     async def update_weights(self, version, bundle):
+        if self.num_loads == 0:
+            number = next(n for n in itertools.count() if once.claim(f"replica-{n}"))
+            self.fault = _FAULTS.get(number, "")
         self.num_loads += 1
-        await super().update_weights(version, bundle)
-
-
-class SamplesNothing(_Faulty):
-    """One replica goes silent."""
-
-    async def update_weights(self, version, bundle):
-        await super().update_weights(version, bundle)
-        if self.num_loads == _LOADS_BEFORE and once.claim("silent"):
-            self._engine.silent = True
-
-
-class StuckInAStep(_Faulty):
-    """One replica's engine never comes back from a step; its process answers."""
-
-    async def update_weights(self, version, bundle):
-        await super().update_weights(version, bundle)
-        if self.num_loads == _LOADS_BEFORE and once.claim("stuck"):
-            self._engine.stuck = True
-
-
-class NeverLoads(_Faulty):
-    """One replica's fetch of weights never returns."""
-
-    async def update_weights(self, version, bundle):
-        if self.num_loads == _LOADS_BEFORE and once.claim("never-loads"):
+        fails = self.num_loads == _LOADS_BEFORE and self.fault and once.claim(self.fault)
+        if fails and self.fault == "never-loads":
             await asyncio.Event().wait()
         await super().update_weights(version, bundle)
+        if fails:
+            setattr(self._engine, self.fault, True)

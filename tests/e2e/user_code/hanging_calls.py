@@ -1,6 +1,7 @@
-"""An environment that calls a reward and tools that never return, each in one group."""
+"""An environment that hangs, or calls a reward or tools that never return, in one group each."""
 
 import asyncio
+import contextlib
 import threading
 
 from freewheel.rollout import Episode, RewardResult
@@ -29,8 +30,11 @@ def ask_a_program() -> str:
     return ""
 
 
-class CallsWhatHangs(SingleTurn):
-    """One rollout each of the groups 2 to 4 calls what never returns; all of group 5 hang."""
+class Hangs(SingleTurn):
+    """One rollout each of the groups 2 to 4 calls what never returns; all of group 5 hang.
+
+    One of group 14 swallows every cancellation.
+    """
 
     async def run(self, episode: Episode) -> RewardResult:
         if episode.sample_id == "2-1":
@@ -41,4 +45,7 @@ class CallsWhatHangs(SingleTurn):
             await episode.call_tool(ask_a_program)
         if episode.sample_id.startswith("5-"):
             await asyncio.Event().wait()
+        while episode.sample_id == "14-1":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
         return await super().run(episode)
