@@ -28,7 +28,7 @@ CHANGES = {
     },
 }
 KINDS = {
-    "three": ["start-up", "writing", "validation"],
+    "three": ["training", "writing", "validation"],
     "ten": ["start-up"] + ["training"] * 3 + ["writing"] * 4 + ["validation"] * 2,
 }
 
