@@ -49,7 +49,7 @@ def test_stopped_while_a_validation_hangs_and_resumed_to_the_end(tmp_path):
     assert len(due["progress"]["done"]) > 0
     assert "trainer/version_000004.safetensors" in (latest / "manifest.json").read_text()
 
-    live = resume(stopped.folder, "validation.trial_timeout_s=4", python_path=USER_CODE)
+    live = resume(stopped.folder, "validation.trial_timeout_s=5", python_path=USER_CODE)
     done = live.finish()
     assert done.code == 0, done.err
     assert live.left_over() == []
