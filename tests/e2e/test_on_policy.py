@@ -9,7 +9,7 @@ from tests.audit import audit
 from tests.e2e.checks import check_samples
 from tests.e2e.runs import ROOT, Finished, start
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("on_policy")]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from tests.e2e.ray_helpers import ended_within, group, make_backend
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.xdist_group("ray_backend_calls"),
 ]
 
 

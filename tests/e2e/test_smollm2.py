@@ -7,7 +7,7 @@ import torch
 
 from freewheel.models import SMOLLM2, resolve_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from tests.audit import audit
 from tests.e2e.checks import check_samples, check_validations
 from tests.e2e.runs import Finished, freewheel, start
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("whole_run")]
+pytestmark = pytest.mark.e2e
 
 SUMMARY_KEYS = {
     "status",

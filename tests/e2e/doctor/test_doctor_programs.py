@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.doctor.running import Programs, doctor, settle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("doctor_programs")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # Program -> pattern, certainty, function of the evidence frame, function of the caller's frame.
 BLOCKED = {

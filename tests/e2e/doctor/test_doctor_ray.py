@@ -8,7 +8,7 @@ import pytest
 from freewheel.doctor import ray_processes
 from tests.e2e.doctor.running import Programs, doctor
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("doctor_ray")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

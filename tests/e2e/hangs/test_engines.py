@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.hangs.common import LATE_S, Faults, happened_s, quick, workers
 from tests.e2e.runs import Finished
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lost_replicas")]
+pytestmark = pytest.mark.e2e
 
 STALL_S, SYNC_S = 4, 6
 FAULTS = ["silent", "stuck", "never-loads", "killed", "stopped"]

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.hangs.common import LATE_S, Faults, happened_s, quick, workers
 from tests.e2e.runs import Finished, freewheel
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lost_workers")]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
